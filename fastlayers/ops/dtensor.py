@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -109,6 +109,11 @@ def _correspond(shapes: Sequence[tuple[int, ...]], alignments: Sequence[Alignmen
     return sizes, owns
 
 
+def is_divided(x: DTensor, dims: Collection[int]) -> bool:
+    """Whether one of these dimensions is sharded over several ranks."""
+    return any(p.is_shard() and p.dim in dims and n > 1 for p, n in zip(x.placements, x.device_mesh.shape, strict=True))
+
+
 @lru_cache(KEPT)
 def plan(
     layouts: tuple[tuple[tuple[int, ...], Placements], ...], alignments: tuple[Alignment, ...], whole: frozenset[int],
@@ -150,7 +155,7 @@ def plan(
         if sharded is None:
             result.append(Replicate())
             continue
-        if sharded in whole:
+        if sharded in whole and ranks > 1:
             return f"dimension {sharded} of {tuple(sizes)} is sharded; expected it on each rank as a whole"
         result.append(Shard(sharded))
         even &= left[sharded] % ranks == 0
@@ -449,9 +454,9 @@ class Sum(torch.autograd.Function):
         return Sum.apply(dy, ctx.groups), None
 
 
-def reduce(t: Tensor, groups: Sequence[Any], op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """The sum, or another reduction, of ``t`` over the ranks of groups. No autograd."""
+def reduce(t: Tensor, groups: Sequence[Any], maximum: bool = False) -> Tensor:
+    """The sum of ``t`` over the ranks of groups, or the maximum. No autograd."""
     out = t.detach().clone(memory_format=torch.contiguous_format)
     for group in groups:
-        dist.all_reduce(out, op, group)
+        dist.all_reduce(out, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group)
     return out

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastlayers import backends
@@ -41,12 +41,13 @@ from fastlayers.ops.dtensor import (
     broadcast,
     by_class,
     channels,
+    is_divided,
     positions,
     rows,
     samples,
 )
 from fastlayers.ops.elementwise import GPU_LEAST, add_relu, mul, relu_add
-from fastlayers.ops.glu import gated, glu
+from fastlayers.ops.glu import gated, gated_linear, glu
 from fastlayers.ops.group_norm import group_norm, instance_norm
 from fastlayers.ops.kl_div import divergence, kl_div
 from fastlayers.ops.layer_norm import ada_layer_norm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -83,7 +84,7 @@ def _softmax_across(shards: Shards, log: bool, dim: int, scale: float | None, dt
     groups = shards.groups(dim)
     least = float("-inf")
     top = x.detach().amax(dim, keepdim=True) if x.shape[dim] else x.new_full(_reduced(x, dim), least).detach()
-    top = dtensor.reduce(top, groups, dist.ReduceOp.MAX)
+    top = dtensor.reduce(top, groups, maximum=True)
     z = x - top
     e = z.exp()
     total: Tensor = dtensor.Sum.apply(e.sum(dim, keepdim=True), groups)
@@ -168,7 +169,7 @@ class Rule:
             raise NoRuleError(problem)
         operands = {i: align for i, align in self.operands.items() if not isinstance(args[i], float | int)}
         tensors, alignments, whole = [args[i] for i in operands], [*operands.values()], frozenset(self.whole(*args))
-        if self.across is not None and any(p.is_shard() and p.dim in whole for p in args[0].placements):
+        if self.across is not None and is_divided(args[0], whole):
             shards = Shards(tensors, alignments, fill=False)
             found = self.across(shards, *args)
         elif backends.get_backend() is None and self.torch_suffices(*args):
@@ -206,6 +207,17 @@ def _is_small_product(x: DTensor, y: DTensor | float) -> bool:
 
 def _all_but_samples(x: Tensor, *args: Any) -> range:
     return range(1, x.dim())
+
+
+def _gated_linear(gate: DTensor, up: DTensor, weight: DTensor, bias: DTensor | None, act: str | None) -> DTensor:
+    """Rows and the features of the result may be sharded. A product over sharded features is torch's."""
+    if is_divided(gate, (gate.dim() - 1,)):
+        return F.linear(gated(gate, up, act), weight, bias)
+    found: DTensor = _GATED_LINEAR(gate, up, weight, bias, act)
+    return found
+
+
+_GATED_LINEAR = Rule(gated_linear, {0: rows, 1: rows, 2: by_class, 3: by_class})
 
 
 def _rotary(q: DTensor, k: DTensor | None, cos: DTensor, sin: DTensor, *options: Any) -> tuple[DTensor, DTensor | None]:
@@ -294,7 +306,7 @@ def _cross_entropy(
 ) -> DTensor:
     """Each rank has the loss of its rows. The mean needs their number, or the weight of their classes."""
     dim = 0 if x.dim() == 1 else 1
-    if any(p.is_shard() and p.dim == dim for p in x.placements):
+    if is_divided(x, (dim,)):
         return _cross_entropy_across(x, target, weight, ignore_index, reduction, dim, *options)
     classes = not target.is_floating_point()
     shards = Shards(
@@ -568,6 +580,7 @@ RULES: dict[Callable[..., Any], Callable[..., Any]] = {
         ),
     ),
     reference.max_pool2d: Rule(max_pool2d, {0: broadcast}, lambda x, *options: range(x.dim() - 2, x.dim())),
+    reference.gated_linear: _gated_linear,
     reference.linear: reference.linear,  # torch's own products are sharded
     reference.rotary: _rotary,
     reference.dropout_add: _dropout_add,

@@ -58,7 +58,10 @@ class Case:
     def placements(self, mesh_dims: int) -> Iterator[tuple[tuple[Placement, ...], ...]]:
         """How the tensors can be placed: on a mesh of one dimension also with all but the first one replicated."""
         free = [letter for letter in self.dims[0] + self.also if letter.islower() and letter != "o"]
-        for chosen in itertools.product(free if mesh_dims > 1 else [None, *free], repeat=mesh_dims):
+        chosen: tuple[str | None, ...]
+        for chosen in itertools.product([None, *free], repeat=mesh_dims):
+            if mesh_dims > 1 and (not any(chosen) or list(filter(None, chosen)) != sorted(filter(None, chosen))):
+                continue
             if any(chosen.count(letter) > 1 for letter in self.once):
                 continue
             own = tuple(tuple(_place(letters, letter) for letter in chosen) for letters in self.dims)
@@ -135,6 +138,8 @@ CASES = [
     Case("leaky_relu", ("bsc",), lambda x: F.leaky_relu(x, 0.2)),
     Case("swiglu", ("bsc", "bsc"), F.swiglu),
     Case("geglu", ("bsc", "bsc"), F.geglu),
+    Case("gated_linear", ("bsC", "bsC", "vC", "v"), partial(F.gated_linear, act="silu"), also="v"),
+    Case("gated_linear across", ("bh", "bh", "Kh"), partial(F.gated_linear, act="silu")),
     Case("glu", ("bsC",), lambda x: F.glu(x, -1, act="silu", gate_first=True)),
     Case("layer_norm", ("bsH", "H", "H"), lambda x, w, b: F.layer_norm(x, (8,), w, b)),
     Case("layer_norm of two dims", ("bsHC", "HC"), lambda x, w: F.layer_norm(x, (8, 6), w)),
