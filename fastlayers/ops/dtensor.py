@@ -181,22 +181,17 @@ def plan(
 
 @lru_cache(KEPT)
 def _spec(
-    kind: type, mesh: Any, mesh_id: int, placements: Placements, shape: tuple[int, ...], strides: tuple[int, ...],
-    local: tuple[int, ...], dtype: torch.dtype,
+    kind: Any, mesh: Any, mesh_id: int, placements: Placements, shape: tuple[int, ...], strides: tuple[int, ...],
+    own: tuple[int, ...], dtype: torch.dtype,
 ) -> Any:  # fmt: skip
     """The description that torch makes of a DTensor. Meshes of process groups that ended are equal to later ones."""
-    return _from_local(kind, torch.empty(local, dtype=dtype, device="meta"), mesh, placements, shape, strides)._spec
-
-
-def _from_local(
-    kind: Any, local: Tensor, mesh: Any, placements: Placements, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> DTensor:
+    local = torch.empty(own, dtype=dtype, device="meta")
     if not shape:  # which from_local would take for a missing one
-        return kind.from_local(local, mesh, placements)
-    return kind.from_local(local, mesh, placements, shape=torch.Size(shape), stride=strides)
+        return kind.from_local(local, mesh, placements)._spec
+    return kind.from_local(local, mesh, placements, shape=torch.Size(shape), stride=strides)._spec
 
 
-def _described(kind: Any, local: Tensor, mesh: Any, placements: Placements, shape: tuple[int, ...]) -> DTensor:
+def _described(local: Tensor, kind: Any, mesh: Any, placements: Placements, shape: tuple[int, ...]) -> DTensor:
     """A DTensor without a graph."""
     strides = _dense_strides(local, shape)
     spec = _spec(kind, mesh, id(mesh), placements, shape, strides, local.shape, local.dtype)
@@ -231,14 +226,13 @@ class _ToLocal(torch.autograd.Function):
         for g, shape, placements in zip(gradients, ctx.shapes, ctx.plan.gradients, strict=True):
             if g is None:
                 found.append(None)
-            elif recorded:
+                continue
+            if recorded and not (ctx.plan.even or g.requires_grad):
                 # Of uneven shards some may be computed by a kernel and some by torch's composition, and one of these
                 # may record where the other does not. Ranks with different graphs would wait for each other.
-                if not (ctx.plan.even or g.requires_grad):
-                    g = g.detach().requires_grad_()
-                found.append(_from_local(ctx.kind, g, ctx.mesh, placements, shape, _dense_strides(g, shape)))
-            else:
-                found.append(_described(ctx.kind, g, ctx.mesh, placements, shape))
+                g = g.detach().requires_grad_()
+            convert = _FromLocal.apply if recorded and g.requires_grad else _described
+            found.append(convert(g, ctx.kind, ctx.mesh, placements, shape))
         return None, *found
 
 
@@ -250,7 +244,7 @@ class _FromLocal(torch.autograd.Function):
         kind, mesh, placements, shape = rest
         ctx.placements = of_gradient(placements)
         ctx.set_materialize_grads(False)
-        return _described(kind, local.detach(), mesh, placements, shape)
+        return _described(local.detach(), kind, mesh, placements, shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor | None) -> tuple[Tensor | None, ...]:
@@ -380,7 +374,7 @@ class Shards:
                 shape[placement.dim] = sizes[placement.dim]
         if torch.is_grad_enabled() and local.requires_grad:
             return _FromLocal.apply(local, self.kind, self.mesh, placements, tuple(shape))
-        return _described(self.kind, local, self.mesh, placements, tuple(shape))
+        return _described(local, self.kind, self.mesh, placements, tuple(shape))
 
     def mesh_dims(self, *dims: int) -> list[int]:
         """The dimensions of the mesh along which one of these dimensions of the result is sharded."""

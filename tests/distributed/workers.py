@@ -157,6 +157,19 @@ def check_dropout(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(whole(out), expected)  # the same samples as in one process
 
 
+def check_replicas(mesh: DeviceMesh) -> None:
+    """On a mesh of two dimensions, of which one shards, replicas have one mask and shards have two."""
+    ones = torch.ones(64, 1024)
+    for placements in ((Shard(0), Replicate()), (Replicate(), Shard(1))):
+        torch.manual_seed(0)
+        out = F.dropout_add(on_mesh(mesh, ones, *placements), on_mesh(mesh, 0 * ones, *placements), 0.25)
+        for dim, placement in enumerate(placements):
+            own = out.to_local()
+            gathered = [torch.empty_like(own) for _ in range(2)]
+            dist.all_gather(gathered, own, mesh.get_group(dim))
+            assert torch.equal(*gathered) == (placement == Replicate())
+
+
 def check_fallbacks(mesh: DeviceMesh) -> None:
     """What has no rule is torch's, counted with its reason; a forced backend says so."""
     torch.manual_seed(0)
@@ -243,6 +256,7 @@ def work(rank: int, folder: str) -> None:
     flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     check_fallbacks(flat)
     check_dropout(flat)
+    check_replicas(square)
     check_head(flat)
     check_compile(flat)
     check_llama(flat)
