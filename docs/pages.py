@@ -46,6 +46,7 @@ FAMILIES = {
     "linear_cross_entropy": "Cross-entropy of a linear layer",
     "vocab_parallel": "Cross-entropy over ranks",
     "linear_log_prob": "Log-probabilities of a linear layer",
+    "linear_topk": "Largest logits of a linear layer",
     "preference": "Losses of preferences and rewards",
     "kl_div": "Divergences",
 }

@@ -1,7 +1,8 @@
 """Models in and out of safetensors files: the same keys whether a model is patched or not.
 
 A file holds the entries of ``state_dict()``. Tensors that share their memory are stored once, with the other names in
-the file's metadata. Wrappers (``torch.compile``, DDP, DataParallel) do not show in the keys.
+the file's metadata. Wrappers (``torch.compile``, DDP, DataParallel) do not show in the keys. Sharded parameters (the
+DTensors of FSDP2 and tensor parallelism) are whole in the file, and a model may be sharded otherwise when it is loaded.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write all parameters and persistent buffers of a model to one safetensors file.
 
     The file appears whole or not at all: it is written beside ``path`` and renamed. One that was there stays until
-        then.
+    then.
+
+    If parameters are sharded, all processes must call this. They gather one tensor after the other, and the first
+    process keeps them on the CPU and writes the file: call ``torch.distributed.barrier()`` before another one reads it.
 
     Args:
         model: any module, patched or not, with or without a ``torch.compile``, DDP or DataParallel wrapper.
@@ -52,11 +56,25 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     from safetensors.torch import save_file
 
+    path = Path(path)
     state = canonical_state(model)
     for key, value in state.items():
         check_storable(key, value)
     tied = {key: first for first, *others in tied_groups(state) for key in others}
-    tensors = {key: value.detach().contiguous() for key, value in state.items() if key not in tied}
+    writes = is_writer(state)
+    tensors: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if key not in tied:
+            whole = gather(value) if is_sharded(value) else value
+            if writes:
+                tensors[key] = (whole.cpu() if is_sharded(value) else whole).detach().contiguous()
+    if not writes:
+        return
+    # After the last tensor is gathered: an error before would leave the other processes waiting.
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot save to {path}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise IsADirectoryError(f"cannot save to {path}: it is a directory")
     # Views of one memory that are not the same tensor: the format wants memory of their own.
     seen: set[int] = set()
     for key, value in tensors.items():
@@ -65,11 +83,6 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
             tensors[key] = value.clone()
         seen.add(pointer)
     metadata = {"format": "pt", "fastlayers": __version__, TIED: json.dumps(tied)}
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot save to {path}: there is no directory {path.parent}")
-    if path.is_dir():
-        raise IsADirectoryError(f"cannot save to {path}: it is a directory")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         save_file(tensors, partial, metadata)
@@ -82,7 +95,8 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], *, strict: bool =
     """Read a safetensors file into a model, in place. Everything is checked before anything is changed.
 
     Args:
-        model: the module to fill, patched or not, on any device.
+        model: the module to fill, patched or not, on any device. If its parameters are sharded, every process reads the
+            file, and keeps its shards.
         path: a file from :func:`save_model`, or any other safetensors file with these keys. One name of several tied
             ones is enough.
         strict: the keys must be exactly those of the model, as :meth:`torch.nn.Module.load_state_dict` has it.
@@ -115,7 +129,8 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], *, strict: bool =
         lines = "\n  ".join(problems)
         raise CheckpointError(f"{path} does not fit {type(model).__name__}; nothing was loaded:\n  {lines}")
     wrapped = dict(zip(canonical_keys(model), model.state_dict(), strict=True))
-    model.load_state_dict({wrapped[key]: value for key, value in values.items()}, strict=False)
+    loaded = {wrapped[key]: shard(value, state[key]) for key, value in values.items()}
+    model.load_state_dict(loaded, strict=False)
     return IncompatibleKeys(missing, unexpected)
 
 
@@ -123,7 +138,36 @@ def canonical_state(model: nn.Module) -> dict[str, Any]:
     """The state dict under the names that it has without wrappers."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    return dict(zip(canonical_keys(model), model.state_dict().values(), strict=True))
+    state = model.state_dict()
+    if any(map(is_sharded, state.values())):
+        state = model.state_dict(keep_vars=True)  # Only the parameter itself tells whether it has several names.
+    return dict(zip(canonical_keys(model), state.values(), strict=True))
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a value is a DTensor, without the second that the import of its class takes."""
+    return type(value).__name__ == "DTensor"
+
+
+def is_writer(state: dict[str, Any]) -> bool:
+    """Whether this process is the first of those that share the parameters."""
+    ranks = {rank for value in state.values() if is_sharded(value) for rank in value.device_mesh.mesh.view(-1).tolist()}
+    return not ranks or torch.distributed.get_rank() == min(ranks)
+
+
+def gather(value: Any) -> Tensor:
+    """The whole of a DTensor, in every process that has a part of it."""
+    with torch.no_grad():
+        return value.full_tensor()  # type: ignore[no-any-return]
+
+
+def shard(value: Tensor, like: Any) -> Tensor:
+    """A whole tensor as ``like`` is, a DTensor if that is one. All processes have the same tensor."""
+    if not is_sharded(like):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def canonical_keys(model: nn.Module) -> list[str]:
@@ -146,7 +190,9 @@ def tied_groups(state: dict[str, Any]) -> list[list[str]]:
     groups: dict[Any, list[str]] = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.numel() and value.layout == torch.strided and not value.is_meta:
-            place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+            place: Any = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+            if is_sharded(value):  # It has no memory of its own, and its shard may be empty here.
+                place = id(value)
             groups.setdefault(place, []).append(key)
     return [group for group in groups.values() if len(group) > 1]
 
@@ -154,7 +200,7 @@ def tied_groups(state: dict[str, Any]) -> list[list[str]]:
 def check_storable(key: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"cannot save {key}: a safetensors file holds tensors, and this is a {type(value).__name__}")
-    if type(value) not in (Tensor, nn.Parameter) or value.is_quantized:
+    if not is_sharded(value) and (type(value) not in (Tensor, nn.Parameter) or value.is_quantized):
         raise TypeError(f"cannot save {key}: it is a {type(value).__name__}; gather or dequantise it first")
     if value.layout != torch.strided:
         raise TypeError(f"cannot save {key}: its layout is {value.layout}, expected a dense tensor")

@@ -27,6 +27,7 @@ from fastlayers.ops import layer_norm as _layer_norm
 from fastlayers.ops import linear as _linear
 from fastlayers.ops import linear_cross_entropy as _linear_cross_entropy
 from fastlayers.ops import linear_log_prob as _linear_log_prob
+from fastlayers.ops import linear_topk as _linear_topk
 from fastlayers.ops import max_pool2d as _max_pool2d
 from fastlayers.ops import preference as _preference
 from fastlayers.ops import residual as _residual
@@ -67,8 +68,11 @@ __all__ = [
     "layer_norm",
     "leaky_relu",
     "linear",
+    "linear_accuracy",
+    "linear_argmax",
     "linear_cross_entropy",
     "linear_log_prob",
+    "linear_topk",
     "log_softmax",
     "max_pool2d",
     "mish",
@@ -1119,6 +1123,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     chunk_size: int | None = None,
     hidden: Tensor | None = None,
     bias: Tensor | None = None,
@@ -1140,6 +1145,10 @@ def linear_cross_entropy(
         linear_weight: (C, H) in the input's dtype, under autocast in any. It may be tied, for example to an embedding.
             A sharded one (a DTensor, as FSDP2 has it outside of the forward that it wraps) is refused beside a plain
             input. For a K-dimensional loss (C, d1, ..., dK, H), with an input of (N, H) and the whole logits in memory.
+            A frozen one may be quantised: bitsandbytes' ``Params4bit`` or ``Int8Params``, or any tensor with a
+            ``dequantize()`` like torchao's. The products are those of the dequantised weight, whatever else its library
+            does to an input. An eighth of the classes at a time is dequantised, twice a chunk; all of them at once
+            under torch.compile, in the composition, and of a type that has no slices of rows.
         target: (...), classes as int64; (N, d1, ..., dK) for a K-dimensional loss. One that is out of range raises an
             IndexError on a CPU and is a device-side assert on a GPU, as in torch. Or probabilities, (..., C) or
             (N, C, d1, ..., dK), with the logits in memory as the probabilities are.
@@ -1151,6 +1160,12 @@ def linear_cross_entropy(
         softcap, z_loss: a bound on the logits, softcap·tanh(logits/softcap), and the factor of the squared log-sum-exp
             of each row that is not ignored, which ``weight`` does not multiply.
         logit_scale: a number that multiplies the logits, as in Cohere's models (Granite's divide by one).
+        low_rank: the factors of an adapter's product, (..., R) and (C, R), which is added to the layer's result before
+            anything else: logits = logit_scale·(input·linear_weightᵀ + linear_bias + low_rank[0]·low_rank[1]ᵀ). For
+            LoRA pass ``scaling * lora_A(dropout(input))`` and ``lora_B.weight``; several adapters are one pair,
+            concatenated along R. Both are in the input's dtype, or both float32 beside a 16-bit input, and then are
+            cast for their products; their gradients come in their own dtype. A linear_weight that needs no gradient
+            has no product for one.
         chunk_size: rows of a chunk. Default: an eighth of the rows or less, but 896 or more; on a GPU short of memory
             less. Up to nine such chunks add to a 16-bit gradient of the weight in its own dtype, rounded once for each.
             They add in float32 if there is room for that in an eighth of the logits, or if there are more chunks.
@@ -1159,16 +1174,17 @@ def linear_cross_entropy(
         A scalar, or for "none" the losses in the shape of the target. In the input's dtype; float32 under autocast.
 
     The composition, which has the logits whole, computes calls whose logits have fewer than 2^20 elements on a GPU or
-    2^23 on a CPU, unless a chunk_size is given. It also serves transforms of torch.func, exports and second
-    derivatives.
+    2^23 on a CPU, unless a chunk_size is given or the weight is quantised. It also serves transforms of torch.func,
+    exports and second derivatives.
 
     Keeps: references to all tensors; for "mean" and "sum" the gradients. For "none" the backward computes the logits
     again, by four products in all; so does a second backward through a retained graph.
 
     Raises:
         RuntimeError: the shapes do not fit, or an ignore_index is given with probabilities.
-        ValueError: reduction is not valid, softcap is not above 0, or chunk_size is not above 0.
-        TypeError: linear_weight alone is a DTensor, or logit_scale is not a number.
+        ValueError: reduction is not valid, softcap is not above 0, chunk_size is not above 0, or a quantised weight
+            lacks its scales.
+        TypeError: linear_weight alone is a DTensor, logit_scale is not a number, or low_rank is not a pair of tensors.
     """
     if hidden is not None:
         input = renamed("linear_cross_entropy", "hidden", "input", hidden, input)
@@ -1186,21 +1202,23 @@ def linear_cross_entropy(
         raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
     return _linear_cross_entropy.linear_cross_entropy(
         input, linear_weight, target, linear_bias, weight, ignore_index, reduction, label_smoothing, softcap, z_loss,
-        logit_scale, chunk_size,
+        logit_scale, low_rank, chunk_size,
     )  # fmt: skip
 
 
 @overload
 def linear_log_prob(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = ..., ignore_index: int = ...,
-    softcap: float | None = ..., logit_scale: float = ..., entropy: Literal[False] = ..., chunk_size: int | None = ...,
+    softcap: float | None = ..., logit_scale: float = ..., low_rank: tuple[Tensor, Tensor] | None = ...,
+    entropy: Literal[False] = ..., chunk_size: int | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def linear_log_prob(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = ..., ignore_index: int = ...,
-    softcap: float | None = ..., logit_scale: float = ..., entropy: Literal[True], chunk_size: int | None = ...,
+    softcap: float | None = ..., logit_scale: float = ..., low_rank: tuple[Tensor, Tensor] | None = ...,
+    entropy: Literal[True], chunk_size: int | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -1213,6 +1231,7 @@ def linear_log_prob(
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     entropy: bool = False,
     chunk_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -1230,7 +1249,7 @@ def linear_log_prob(
         linear_weight: (C, H), as for :func:`linear_cross_entropy`.
         target: (...), classes as int64. Rows with ``ignore_index`` take part in no product if there are many logits.
         linear_bias: (C,) or None.
-        softcap, chunk_size: as for :func:`linear_cross_entropy`.
+        softcap, low_rank, chunk_size: as for :func:`linear_cross_entropy`.
         logit_scale: a number that multiplies the logits: one over the temperature.
         entropy: whether to return the entropies :math:`-\sum_j p_j \log p_j` as well, which have a gradient, too.
 
@@ -1245,13 +1264,142 @@ def linear_log_prob(
 
     Raises:
         RuntimeError: the shapes do not fit.
-        ValueError: softcap is not above 0, or chunk_size is not above 0.
-        TypeError: linear_weight alone is a DTensor, or logit_scale is not a number.
+        ValueError: softcap is not above 0, chunk_size is not above 0, or a quantised weight lacks its scales.
+        TypeError: linear_weight alone is a DTensor, logit_scale is not a number, or low_rank is not a pair of tensors.
     """
     found = _linear_log_prob.linear_log_prob(
-        input, linear_weight, target, linear_bias, ignore_index, softcap, logit_scale, chunk_size
+        input, linear_weight, target, linear_bias, ignore_index, softcap, logit_scale, low_rank, chunk_size
     )
     return found if entropy else found[0]
+
+
+def linear_topk(
+    input: Tensor,
+    linear_weight: Tensor,
+    k: int,
+    *,
+    linear_bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    log_prob: bool = False,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+    chunk_size: int | None = None,
+) -> torch.return_types.topk:
+    r"""The k largest logits of a linear layer with their classes; the logits are never in memory as a whole.
+
+    .. math:: \text{topk}(\text{logit\_scale} \cdot
+        (\text{input} \cdot \text{linear\_weight}^T + \text{linear\_bias}), k)
+
+    Stands for ``torch.topk(F.linear(input, linear_weight, linear_bias) * logit_scale, k)``, for example of the logits
+    of a teacher. Call it under :func:`torch.no_grad`: a call whose values need a gradient has the logits whole.
+
+    Args:
+        input: (..., H).
+        linear_weight: (C, H), as for :func:`linear_cross_entropy`.
+        k: how many, at most C.
+        linear_bias: (C,) or None.
+        softcap: a bound on the logits, as for :func:`linear_cross_entropy`.
+        logit_scale: a number that multiplies the logits. A negative one reverses their order.
+        log_prob: whether to return log-probabilities instead of the logits: those of all C classes, not of the k.
+        low_rank, chunk_size: as for :func:`linear_cross_entropy`.
+
+    Returns:
+        A ``torch.return_types.topk`` of values and indices, both (..., k), the largest first. The values are in the
+        input's dtype, under autocast in autocast's; log-probabilities are in float32, float64 for float64. The indices
+        are int64. NaN counts as the largest. Which of equal logits are returned is not specified, as in torch.
+
+    For the gradient of the log-probabilities of given classes, one for each row, use :func:`linear_log_prob`. The
+    composition, which has the logits whole, computes calls with few logits, as for :func:`linear_cross_entropy`,
+    transforms of torch.func, exports, and calls whose values need a gradient.
+
+    Keeps: nothing; what the composition keeps if the values need a gradient.
+
+    Raises:
+        RuntimeError: the shapes do not fit, or there are fewer than k classes.
+        ValueError: softcap is not above 0, chunk_size is not above 0, or a quantised weight lacks its scales.
+        TypeError: linear_weight alone is a DTensor, logit_scale is not a number, or low_rank is not a pair of tensors.
+    """
+    return _linear_topk.linear_topk(
+        input, linear_weight, linear_bias, k, softcap, logit_scale, log_prob, low_rank, chunk_size
+    )
+
+
+def linear_argmax(
+    input: Tensor,
+    linear_weight: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    r"""The class of the largest logit of a linear layer; the logits are never in memory as a whole.
+
+    .. math:: \text{argmax}(\text{input} \cdot \text{linear\_weight}^T + \text{linear\_bias})
+
+    Stands for ``F.linear(input, linear_weight, linear_bias).argmax(-1)``. Greedy decoding and metrics need no more of
+    the logits.
+
+    Args:
+        input: (..., H).
+        linear_weight: (C, H), as for :func:`linear_cross_entropy`.
+        linear_bias: (C,) or None.
+        low_rank, chunk_size: as for :func:`linear_cross_entropy`.
+
+    Returns:
+        (...) of int64, without a gradient. Of equal logits the first counts, and NaN as the largest.
+
+    The composition, which has the logits whole, computes calls with few logits, as for :func:`linear_cross_entropy`,
+    transforms of torch.func and exports.
+
+    Keeps: nothing.
+
+    Raises:
+        RuntimeError: the shapes do not fit.
+        ValueError: chunk_size is not above 0, or a quantised weight lacks its scales.
+        TypeError: linear_weight alone is a DTensor, or low_rank is not a pair of tensors.
+    """
+    return _linear_topk.linear_argmax(input, linear_weight, linear_bias, low_rank, chunk_size)
+
+
+def linear_accuracy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    ignore_index: int = -100,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    r"""The share of labels with the largest logit of a linear layer; the logits are never in memory as a whole.
+
+    .. math:: \frac{1}{n} \sum_{i = 1}^{n} [\text{argmax}(z_i) = t_i], \qquad
+        z = \text{input} \cdot \text{linear\_weight}^T + \text{linear\_bias}
+
+    The token accuracy of a language model: the mean of ``F.linear(input, linear_weight, linear_bias).argmax(-1) ==
+    target`` over the rows whose target is not ``ignore_index``.
+
+    Args:
+        input: (..., H).
+        linear_weight: (C, H), as for :func:`linear_cross_entropy`.
+        target: (...), classes as int64. Rows with ``ignore_index`` take part in no product if there are many logits. A
+            target that is no class is not an error; nothing equals it.
+        linear_bias: (C,) or None.
+        low_rank, chunk_size: as for :func:`linear_cross_entropy`.
+
+    Returns:
+        A scalar of float32, without a gradient; NaN if no row has a label. Of equal logits the first counts.
+
+    The composition serves the same calls as for :func:`linear_argmax`.
+
+    Keeps: nothing.
+
+    Raises:
+        RuntimeError: the shapes do not fit.
+        ValueError: chunk_size is not above 0, or a quantised weight lacks its scales.
+        TypeError: linear_weight alone is a DTensor, or low_rank is not a pair of tensors.
+    """
+    return _linear_topk.linear_accuracy(input, linear_weight, target, linear_bias, ignore_index, low_rank, chunk_size)
 
 
 def vocab_parallel_cross_entropy(

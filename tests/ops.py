@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fastlayers
 from fastlayers import functional
@@ -176,6 +177,8 @@ class Sample:
         seed = zlib.crc32(self.name.encode()) + 1000 * draw
 
         def made(position: int, value: Any) -> Any:
+            if type(value) is tuple:
+                return tuple(made(position + 200 * (i + 1), part) for i, part in enumerate(value))
             return value.make(device, dtype, seed + position) if isinstance(value, Input) else value
 
         args = tuple(made(i, value) for i, value in enumerate(self.args))
@@ -192,12 +195,10 @@ class Call:
     def map(self, function: Callable[[Tensor], Tensor]) -> Call:
         """The same call with ``function`` of every tensor. What required grad still does."""
 
-        def mapped(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
+        def mapped(value: Tensor) -> Tensor:
             return function(value.detach()).requires_grad_(value.requires_grad)
 
-        return Call(tuple(map(mapped, self.args)), {name: mapped(value) for name, value in self.kwargs.items()})
+        return Call(*tree_map_only(Tensor, mapped, (self.args, self.kwargs)))
 
     def to_float64(self) -> Call:
         exact = self.map(lambda t: t.double() if t.is_floating_point() else t)
@@ -207,7 +208,7 @@ class Call:
         return Call(exact.args, kwargs)
 
     def tensors(self) -> list[Tensor]:
-        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
+        return [value for value in tree_leaves((self.args, self.kwargs)) if isinstance(value, Tensor)]
 
     def leaves(self) -> list[Tensor]:
         return [t for t in self.tensors() if t.requires_grad]
@@ -218,11 +219,11 @@ class Call:
         def call(*leaves: Tensor) -> Any:
             rest = iter(leaves)
 
-            def taken(value: Any) -> Any:
-                return next(rest) if isinstance(value, Tensor) and value.requires_grad else value
+            def taken(value: Tensor) -> Tensor:
+                return next(rest) if value.requires_grad else value
 
-            args = [taken(value) for value in self.args]
-            return function(*args, **{name: taken(value) for name, value in self.kwargs.items()})
+            args, kwargs = tree_map_only(Tensor, taken, (self.args, self.kwargs))
+            return function(*args, **kwargs)
 
         return call
 
@@ -1576,6 +1577,7 @@ BATCH_NORM = Op(
         Layer(fastlayers.FusedBatchNormAct1d(6), of_batches((4, 6), "relu"), 1),
         Layer(fastlayers.FusedBatchNormAct2d(8, act="silu"), of_batches(IMAGE, "silu"), 1),
         Layer(fastlayers.FusedBatchNormAct3d(6), of_batches((2, 6, 3, 2, 4), "relu"), 1),
+        Layer(fastlayers.FusedSyncBatchNormAct(6), of_batches((4, 6), "relu"), 1),
     ),
     matrix=lambda x: (x, None, None, None, None, True),
     alone=1,
@@ -2394,11 +2396,22 @@ CROSS_ENTROPY = Op(
 # ---- linear_cross_entropy --------------------------------------------------------------------------------------------
 
 
+def logits_of_head(input: Tensor, weight: Tensor, bias: Tensor | None, low_rank: Any) -> Tensor:
+    logits = F.linear(input, weight, bias)
+    if low_rank is None:
+        return logits
+    x, thin = low_rank
+    if (x.shape[:-1], thin.shape[:1]) != (input.shape[:-1], weight.shape[:1]):
+        raise RuntimeError("shapes that a sum broadcasts")
+    return logits + F.linear(x, thin)
+
+
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
-    weight: Tensor | None = None, logit_scale: float = 1.0, chunk_size: int | None = None, **options: Any,
+    weight: Tensor | None = None, logit_scale: float = 1.0, low_rank: Any = None, chunk_size: int | None = None,
+    **options: Any,
 ) -> Tensor:  # fmt: skip
-    logits = F.linear(input, linear_weight, linear_bias)
+    logits = logits_of_head(input, linear_weight, linear_bias, low_rank)
     if logit_scale != 1.0:
         logits = logits * logit_scale
     if target.shape not in (logits.shape[:-1], logits.shape):
@@ -2413,7 +2426,7 @@ def linear_cross_entropy(
 def of_linear(
     name: str, shape: tuple[int, ...] = (6, 8), columns: int = 13, *, bias: bool = False, class_weight: bool = False,
     target: Any = classes, layout: Any = contiguous, values: Any = normal, hidden: Any = None, weight: Any = None,
-    chunk_size: int | None = 4, refused: tuple[str, ...] = (), **options: Any,
+    low_rank: int | None = None, chunk_size: int | None = 4, refused: tuple[str, ...] = (), **options: Any,
 ) -> Sample:  # fmt: skip
     """A call in chunks."""
     names = ("smooth", "gpu_only", "dtypes")
@@ -2430,6 +2443,8 @@ def of_linear(
         options["linear_bias"] = Input((columns,))
     if class_weight:
         options["weight"] = Input((columns,), values=positive, grad=False)
+    if low_rank is not None:
+        options["low_rank"] = (Input((*shape[:-1], low_rank), layout), Input((columns, low_rank), layout))
     return Sample(name, args, {**options, "chunk_size": chunk_size}, refused, **about)
 
 
@@ -2465,6 +2480,12 @@ LINEAR_LOSSES = (
     of_linear("logit scale, bias", logit_scale=3.0, bias=True),
     of_linear("everything", (9, 8), bias=True, class_weight=True, target=some_ignored, label_smoothing=0.1, softcap=3.0,
               z_loss=0.05, logit_scale=0.5, smooth=True),
+    of_linear("low rank", low_rank=3, smooth=True),
+    of_linear("low rank, each row", (9, 8), low_rank=2, reduction="none", target=some_ignored),
+    of_linear("low rank, odd vocabulary", (9, 24), 1003, low_rank=4, bias=True, logit_scale=0.5),
+    of_linear("low rank, frozen weight", (3, 4, 8), low_rank=4, weight=Input((13, 8), grad=False), softcap=2.0,
+              bias=True, smooth=True),
+    of_linear("low rank, strided operands", low_rank=3, layout=strided),
     of_linear("transposed operands", layout=transposed),
     of_linear("strided operands", layout=strided),
     of_linear("misaligned operands", layout=misaligned),
@@ -2507,9 +2528,10 @@ LINEAR_CROSS_ENTROPY = Op(
 
 def linear_log_prob(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
-    softcap: float | None = None, logit_scale: float = 1.0, entropy: bool = False, chunk_size: int | None = None,
+    softcap: float | None = None, logit_scale: float = 1.0, low_rank: Any = None, entropy: bool = False,
+    chunk_size: int | None = None,
 ) -> Any:  # fmt: skip
-    logits = F.linear(input, linear_weight, linear_bias)
+    logits = logits_of_head(input, linear_weight, linear_bias, low_rank)
     if target.shape != logits.shape[:-1]:
         raise RuntimeError("a target of another shape")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
@@ -2542,6 +2564,8 @@ LINEAR_LOG_PROB = Op(
         of_linear("softcap", softcap=2.0, entropy=True, smooth=True),
         of_linear("logit scale, bias", logit_scale=3.0, bias=True, entropy=True),
         of_linear("everything", (9, 8), bias=True, target=some_ignored, softcap=3.0, logit_scale=0.5, entropy=True),
+        of_linear("low rank", (9, 8), low_rank=3, entropy=True, target=some_ignored, smooth=True),
+        of_linear("low rank, odd vocabulary", (9, 24), 1003, low_rank=4, bias=True, logit_scale=0.5, entropy=True),
         of_linear("strided operands", layout=strided, entropy=True),
         of_linear("weight without gradient", weight=Input((13, 8), grad=False), entropy=True),
         of_linear("hidden without gradient", hidden=Input((6, 8), grad=False), entropy=True),

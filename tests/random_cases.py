@@ -543,13 +543,19 @@ def linear_cross_entropy(draw: Draw, sizes: Sizes) -> Arguments:
     kwargs["chunk_size"] = None if chance(draw, 25) else draw(st.integers(1, 50))
     if chance(draw, 30):
         kwargs["linear_bias"] = parameter(draw, (classes,))
+    if chance(draw, 30):
+        rank = draw(st.integers(1, 16))
+        kwargs["low_rank"] = (tensor(draw, (*before, rank)), parameter(draw, (classes, rank)))
     x = tensor(draw, (*before, given), chance(draw, 15), NORMAL)
     return (x, parameter(draw, (classes, given)), labels_of(draw, before, classes)), kwargs
 
 
+HEAD_OPTIONS = ("softcap", "logit_scale", "linear_bias", "low_rank", "chunk_size")
+
+
 def linear_log_prob(draw: Draw, sizes: Sizes) -> Arguments:
     (x, weight, labels), given = linear_cross_entropy(draw, sizes)
-    kwargs = {name: given[name] for name in ("softcap", "logit_scale", "linear_bias", "chunk_size") if name in given}
+    kwargs = {name: given[name] for name in HEAD_OPTIONS if name in given}
     return (x, weight, labels), kwargs | {"entropy": chance(draw, 70)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -249,4 +250,111 @@ assert repr(module.network.blocks[0]).startswith("FusedBasicBlock(")
 assert type(module.network.stem).__name__ == "Sequential"
 callback.teardown(None, module, "fit")
 assert repr(module.network.blocks[0]).startswith("BasicBlock(")
+"""
+
+
+# fine-tuning ---------------------------------------------------------------------------------------------------------
+
+PACKAGES = {
+    "lora_sft.py": ("accelerate", "datasets", "peft", "tokenizers", "transformers", "trl"),
+    "dpo.py": ("peft", "tokenizers", "transformers"),
+}
+LITTLE = ("--texts", "100", "--length", "32", "--batch", "16", "--rank", "4", "--save-every", "4")
+FINE_TUNING = {
+    "lora_sft.py": (*LITTLE, "--steps", "16", "--validate-every", "8", "--sample", "4"),
+    "dpo.py": (
+        *LITTLE, "--steps", "40", "--base-steps", "20", "--validate-every", "20", "--beta", "0.3",
+        "--learning-rate", "5e-3",
+    ),
+}  # fmt: skip
+
+
+def logged(out: Path, name: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / Path(name).stem / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def fine_tuned(example, tmp_path_factory):
+    """Runs an example whole, once: what it printed, and where its files are."""
+    runs: dict[str, tuple[str, Path]] = {}
+
+    def run(name: str) -> tuple[str, Path]:
+        needs(*PACKAGES[name])
+        if name not in runs:
+            out = tmp_path_factory.mktemp("fine_tuned")
+            runs[name] = example(name, out, *FINE_TUNING[name]), out
+        return runs[name]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_fine_tuning_learns_and_writes_what_it_says(fine_tuned, name):
+    printed, out = fine_tuned(name)
+    assert "28 LoraLinear" in printed  # the report: the adapters of four layers
+    assert re.search(r"patched: a step takes [\d.]+ ms, the median of", printed)
+    folder = out / Path(name).stem
+    assert is_picture(folder / "curves.png")
+    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert any("lora_B" in key and value.any() for key, value in adapter.items())
+    log = logged(out, name)
+    assert [record["step"] for record in log] == list(range(1, len(log) + 1))
+    losses = [record["loss"] for record in log]
+    assert sum(losses[-8:]) < 0.97 * sum(losses[:8])
+    if name == "dpo.py":
+        assert losses[0] == pytest.approx(math.log(2), abs=1e-6)  # the policy begins as the reference
+        assert log[-1].keys() == {"step", "loss", "validation", "accuracy", "margin"}
+        assert {path.name for path in folder.glob("*.safetensors")} == {"base.safetensors", "checkpoint.safetensors"}
+    else:
+        assert log[-1].keys() == {"step", "loss", "accuracy", "validation loss", "validation accuracy"}
+        assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-12", "checkpoint-16"}
+        assert "What it writes" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_fine_tuning_resumes_exactly(example, fine_tuned, tmp_path, name):
+    _, whole = fine_tuned(name)
+    example(name, tmp_path, *FINE_TUNING[name], "--stop-at", "6")
+    assert len(logged(tmp_path, name)) == 6
+    printed = example(name, tmp_path, *FINE_TUNING[name], "--stop-at", "9", "--resume")
+    assert "the median of 3" in printed  # it did only the steps that were left
+    assert logged(tmp_path, name) == logged(whole, name)[:9]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_fine_tuning_has_the_losses_of_plain_torch(example, fine_tuned, tmp_path, name):
+    _, patched = fine_tuned(name)
+    printed = example(name, tmp_path, *FINE_TUNING[name], "--stop-at", "9", "--stock")
+    assert "LoraLinear" not in printed
+    found, expected = ([record["loss"] for record in logged(out, name)[:9]] for out in (tmp_path, patched))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_fine_tuning_refuses_what_it_cannot_do(example, tmp_path, name):
+    needs(*PACKAGES[name])
+    assert "there is no checkpoint" in example.refused(name, "--resume", "--device", "cpu", "--out", str(tmp_path))
+    assert "--device abacus" in example.refused(name, "--device", "abacus")
+
+
+@pytest.mark.parametrize(("name", "missing"), [("lora_sft.py", "trl"), ("lora_sft.py", "peft"), ("dpo.py", "peft")])
+def test_fine_tuning_names_the_packages_that_are_missing(example, tmp_path, name, missing):
+    script = tmp_path / "without.py"
+    script.write_text(WITHOUT.format(missing=missing, folder=str(ROOT / "examples"), name=name))
+    printed = example.python(str(script))
+    assert re.search(rf"not installed: .*\b{missing}\b.*pip install .*\b{missing}\b", printed)
+
+
+WITHOUT = """
+import runpy, sys
+
+sys.modules[{missing!r}] = None  # as if it were not installed
+sys.path.insert(0, {folder!r})
+try:
+    runpy.run_path({folder!r} + "/" + {name!r}, run_name="__main__")
+except SystemExit as end:
+    print(end)
 """

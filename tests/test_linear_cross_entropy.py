@@ -21,6 +21,7 @@ import fastlayers
 from fastlayers import backends, functional
 from fastlayers.ops import head
 from fastlayers.patching.libraries.transformers.loss_functions import DeferredLogits
+from fastlayers.patching.runtime.lazy import Head
 
 REDUCTIONS = ("mean", "sum", "none")
 reference = LINEAR_CROSS_ENTROPY.reference
@@ -57,6 +58,8 @@ def test_a_chunk_is_less_than_an_eighth_of_the_logits(rows, columns, features):
     assert all(start < end and start % head.ROW_TILE == 0 for start, end in pairwise(chunks.edges))
     assert len(chunks.edges) - 1 == head.CHUNKS or chunks.wide
     assert chunks.wide == (4 * features * 8 < rows * BF16 - 2 * 8 * head.LEAST_ROWS)
+    # Another tile of rows would not fit.
+    assert held + head.ROW_TILE * padded * BF16 + 16 * rows > rows * columns * BF16 / 8
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 895, 896, 1791, 1792, 3000, 8191, 8193])
@@ -65,7 +68,7 @@ def test_chunks_cover_the_rows_once(rows):
     assert chunks.edges[0] == 0
     assert chunks.edges[-1] == rows
     assert all(start < end for start, end in pairwise(chunks.edges))
-    assert min(end - start for start, end in pairwise(chunks.edges)) >= min(rows, head.LEAST_ROWS - head.ROW_TILE)
+    assert all(end - start >= min(rows, head.LEAST_ROWS) for start, end in list(pairwise(chunks.edges))[:-1])
 
 
 def test_short_of_memory_chunks_are_smaller():
@@ -311,6 +314,155 @@ def test_checkpoint_of_head_and_loss(device, use_reentrant):
     assert all(map(same_bits, [leaf.grad for leaf in leaves], expected))
 
 
+# ---- low rank --------------------------------------------------------------------------------------------------------
+
+
+def adapter(rows: int, columns: int, rank: int, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((rows, rank), (columns, rank))
+    return tuple(torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes)
+
+
+def test_a_frozen_weight_has_no_product_for_a_gradient():
+    hidden, weight, target = inputs(500, 1000, 8)
+    weight.requires_grad_(False)
+    low_rank = adapter(500, 1000, 4)
+    shapes = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if "mm" in str(function):
+                shapes.append(tuple(result.shape))
+            return result
+
+    with Products(), Largest(weight.shape) as largest:
+        functional.linear_cross_entropy(hidden, weight, target, low_rank=low_rank, chunk_size=100).backward()
+    logits, thin_gradients = (100, 1000), [(100, 4), (1000, 4)]
+    assert [s for s in shapes if s[1] >= 100] == [logits] * 10
+    assert [s for s in shapes if s[1] == 4] == thin_gradients * 5
+    assert [s for s in shapes if s[1] == 8] == [(100, 8)] * 5
+    assert largest.elements < 100 * 1024 + 1
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("columns", [300, 333])
+def test_float32_adapter_beside_a_16_bit_weight(columns, reduction, low, device):
+    """As peft has it. It errs no more than torch does on an adapter of 16 bits, and its gradients are float32."""
+    hidden, weight, target = inputs(256, columns, 64, low, device)
+    target[::5] = -100
+    low_rank = adapter(256, columns, 8, device=device)
+    leaves = (hidden, *low_rank)
+    dy = torch.randn(256 if reduction == "none" else (), generator=torch.Generator().manual_seed(2)).to(device)
+
+    def answers(function, hidden, weight, low_rank, **options):
+        loss = function(hidden, weight, target, low_rank=low_rank, reduction=reduction, **options)
+        return loss, *torch.autograd.grad(loss, (hidden, *low_rank), dy.to(loss.dtype))
+
+    ours = answers(functional.linear_cross_entropy, hidden, weight.detach(), low_rank, chunk_size=40)
+    assert [g.dtype for g in ours[1:]] == [t.dtype for t in leaves]
+    narrow = [t.detach().to(low).requires_grad_() for t in low_rank]
+    stock = answers(reference, hidden, weight.detach(), narrow)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight, *low_rank)]
+    true = answers(reference, exact[0], exact[1].detach(), exact[2:])
+    for mine, theirs, right in zip(ours, stock, true, strict=True):
+        limit = greatest_error(theirs.detach(), right.detach())
+        assert excess(mine.detach().to(theirs.dtype), right.detach(), limit) is None
+    composed = answers(functional.linear_cross_entropy, hidden, weight.detach(), low_rank)  # few logits, in torch ops
+    assert [t.dtype for t in composed] == [t.dtype for t in ours]
+    for mine, right in zip(composed, true, strict=True):
+        assert float((mine - right).detach().norm() / right.detach().norm()) < 4 * torch.finfo(low).eps
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_adapter_under_autocast(low):
+    hidden, weight, target = inputs(100, 65, 16)
+    low_rank = adapter(100, 65, 4)
+    leaves = (hidden, weight, *low_rank)
+    found = []
+    for function, options in ((functional.linear_cross_entropy, {"chunk_size": 30}), (reference, {})):
+        with torch.autocast("cpu", low):
+            given = (low_rank[0].to(low), low_rank[1])  # as lora_A gives the one, and lora_B has the other
+            loss = function(hidden, weight, target, low_rank=given, **options)
+        found.append((loss, *torch.autograd.grad(loss, leaves)))
+    for ours, stock in zip(*found, strict=True):
+        assert ours.dtype == stock.dtype == torch.float32
+        assert float((ours - stock).detach().norm() / stock.detach().norm()) < 4 * torch.finfo(low).eps
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_backward_through_an_adapter_may_be_repeated(reduction):
+    hidden, weight, target = inputs(50, 33, 8)
+    target[::3] = -100
+    low_rank = adapter(50, 33, 4)
+    options = {"reduction": reduction, "low_rank": low_rank, "chunk_size": 16}
+    loss = functional.linear_cross_entropy(hidden, weight, target, **options)
+    dy = torch.full_like(loss, 3.0)
+    first, second = (torch.autograd.grad(loss, (hidden, weight, *low_rank), dy, retain_graph=True) for _ in range(2))
+    assert all(map(same_bits, first, second))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_second_derivatives_through_lora(reduction):
+    """hidden and the adapter's input come from the same leaf, and the weight is frozen."""
+    x, weight, target = inputs(20, 13, 6, torch.float64)
+    target[::3] = -100
+    down = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    up = adapter(20, 13, 3, torch.float64)[1]
+
+    def penalised(function, **options):
+        hidden = x.tanh()
+        low_rank = (F.linear(hidden, down) * 2, up)
+        loss = (
+            function(hidden, weight.detach(), target, low_rank=low_rank, reduction=reduction, **options).square().sum()
+        )
+        grads = torch.autograd.grad(loss, (x, down, up), create_graph=True)
+        return torch.autograd.grad(loss + sum(g.square().sum() for g in grads), (x, down, up))
+
+    assert_close(penalised(functional.linear_cross_entropy, chunk_size=7), penalised(reference))
+
+
+@pytest.mark.parametrize("function", [functional.linear_cross_entropy, functional.linear_log_prob])
+def test_compiled_graph_keeps_the_chunks_of_an_adapter(function):
+    torch._dynamo.reset()
+    hidden, weight, target = inputs(50, 33, 8)
+    low_rank = adapter(50, 33, 4)
+    graphs = []
+
+    def look(graph, example):
+        from torch._dynamo.backends.debugging import aot_eager
+
+        graphs.append(graph.code)
+        return aot_eager(graph, example)
+
+    compiled = torch.compile(function, fullgraph=True, backend=look)
+    found = []
+    for call in (compiled, function):
+        loss = call(hidden, weight.detach(), target, low_rank=low_rank, chunk_size=16).sum()
+        found.append((loss, *torch.autograd.grad(loss, (hidden, *low_rank))))
+    assert_close(*found)
+    assert f"fastlayers.{function.__name__}" in graphs[0]
+
+
+@pytest.mark.parametrize("function", [functional.linear_cross_entropy, functional.linear_log_prob])
+def test_what_it_says_of_an_adapter(function):
+    hidden, weight, target = inputs(20, 13, 8)
+    for chunk_size in (None, 4):
+        for wrong in (adapter(20, 1, 4), adapter(1, 13, 4), (*adapter(20, 13, 4)[:1], torch.randn(13, 5))):
+            with pytest.raises(RuntimeError):  # a sum of products would broadcast
+                function(hidden, weight, target, low_rank=wrong, chunk_size=chunk_size)
+        mixed = (adapter(20, 13, 4)[0], torch.randn(13, 4, dtype=torch.float64))
+        with pytest.raises(RuntimeError, match="dtype"):
+            function(hidden, weight, target, low_rank=mixed, chunk_size=chunk_size)
+    with pytest.raises(TypeError, match="expected low_rank to be a pair of tensors or None, but got Tensor"):
+        function(hidden, weight, target, low_rank=torch.randn(2, 4))
+    with backends.backend("cpu"), pytest.raises(backends.BackendError, match="float32 beside"):
+        function(hidden, weight, target, low_rank=adapter(20, 13, 4, torch.float64))
+
+
 # ---- torch.compile and the registered ops ----------------------------------------------------------------------------
 
 
@@ -346,21 +498,22 @@ def test_compiled_graph_keeps_the_chunks(reduction, device):
 def test_opcheck(reduction, dtype, device):
     hidden, weight, target = inputs(20, 13, 8, dtype, device)
     options = (0.1, 0.0, 0.1, 0.5, None, 7)
-    wanted = (True, True, False)
+    wanted = (True, True, False, True, True)
     names = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
     op = torch.ops.fastlayers.linear_cross_entropy_forward.default
-    tensors = (hidden.detach(), weight.detach(), None, target, None)
-    torch.library.opcheck(op, (*tensors, -100, reduction, *options, *wanted), test_utils=names)
+    thin = (torch.randn(20, 3, dtype=dtype, device=device), torch.randn(13, 3, dtype=dtype, device=device))
+    tensors = (hidden.detach(), weight.detach(), None, *thin, target, None)
+    torch.library.opcheck(op, (*tensors, -100, reduction, *options, wanted), test_utils=names)
     if reduction == 0:
-        tensors = (torch.ones(20, device=device, dtype=dtype), hidden.detach(), weight.detach(), None, target, None)
+        tensors = (torch.ones(20, device=device, dtype=dtype), *tensors)
         op = torch.ops.fastlayers.linear_cross_entropy_backward.default
-        torch.library.opcheck(op, (*tensors, -100, *options, *wanted))
+        torch.library.opcheck(op, (*tensors, -100, *options, wanted))
 
 
 def test_second_derivative_of_the_registered_op_raises():
     hidden, weight, target = inputs(20, 13, 8)
     op = torch.ops.fastlayers.linear_cross_entropy
-    loss = op(hidden, weight, None, target, None, -100, 1, 0.0, 0.0, 0.0, 1.0, None, 7)
+    loss = op(hidden, weight, None, None, None, target, None, -100, 1, 0.0, 0.0, 0.0, 1.0, None, 7)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(loss, hidden, create_graph=True)
 
@@ -393,10 +546,11 @@ def test_layer_says_what_differs():
 
 def test_deferred_logits_take_probabilities():
     """A patched loss passes its ignore_index, which linear_cross_entropy refuses with probabilities."""
-    head, hidden = nn.Linear(8, 5), torch.randn(6, 8)
+    layer, hidden = nn.Linear(8, 5), torch.randn(6, 8)
+    head = Head(layer.weight, layer.bias, (), None)
     target = torch.rand(6, 5).softmax(1)
     loss = DeferredLogits(hidden, head, 1.0, None).cross_entropy(target, ignore_index=-100)
-    assert_close(loss, F.cross_entropy(head(hidden), target))
+    assert_close(loss, F.cross_entropy(layer(hidden), target))
 
 
 # ---- process groups --------------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import DEVICES
+from harness import DEVICES, excess, greatest_error
 from ops import LINEAR_LOG_PROB
-from test_linear_cross_entropy import Largest, inputs
+from test_linear_cross_entropy import Largest, adapter, inputs
 
 from fastlayers import functional
 from fastlayers.ops import head, linear_log_prob
@@ -21,6 +21,29 @@ def test_the_logits_are_never_whole(dtype):
         found = functional.linear_log_prob(hidden, weight, target, entropy=True, chunk_size=60)
         torch.autograd.grad(found, (hidden, weight), [torch.ones_like(t) for t in found])
     assert 60 * 1000 <= largest.elements <= 60 * 1024
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("columns", [300, 333])
+def test_float32_adapter_beside_a_frozen_weight_of_16_bits(columns, device):
+    hidden, weight, target = inputs(256, columns, 64, torch.bfloat16, device)
+    target[::5] = -100
+    low_rank = adapter(256, columns, 8, device=device)
+    dys = torch.randn(2, 256, generator=torch.Generator().manual_seed(2)).to(device)
+
+    def answers(function, hidden, weight, low_rank, **options):
+        found = function(hidden, weight, target, low_rank=low_rank, entropy=True, **options)
+        return *found, *torch.autograd.grad(found, (hidden, *low_rank), [*dys.to(found[0].dtype)])
+
+    ours = answers(functional.linear_log_prob, hidden, weight.detach(), low_rank, chunk_size=40)
+    assert [g.dtype for g in ours[2:]] == [torch.bfloat16, torch.float32, torch.float32]
+    narrow = [t.detach().bfloat16().requires_grad_() for t in low_rank]
+    stock = answers(reference, hidden, weight.detach(), narrow)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight, *low_rank)]
+    true = answers(reference, exact[0], exact[1].detach(), exact[2:])
+    for mine, theirs, right in zip(ours, stock, true, strict=True):
+        limit = greatest_error(theirs.detach(), right.detach())
+        assert excess(mine.detach().to(theirs.dtype), right.detach(), limit) is None
 
 
 @pytest.mark.parametrize("device", DEVICES)

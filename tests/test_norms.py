@@ -151,22 +151,36 @@ def test_sync_batch_norm_takes_the_fused_layer():
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_sync_batch_norm_does_not_swallow_an_activation(dims):
-    """convert_sync_batchnorm knows parameters and buffers alone: what it would lose, it must not be given."""
+@pytest.mark.parametrize("converter", [nn.SyncBatchNorm, fastlayers.FusedSyncBatchNormAct, "timm"])
+def test_sync_batch_norm_keeps_the_activation(dims, converter):
+    """The converters of torch and timm know parameters and buffers alone, and would lose it."""
+    if converter == "timm":
+        convert = pytest.importorskip("timm.layers").convert_sync_batchnorm
+    else:
+        convert = converter.convert_sync_batchnorm
     layer = getattr(fastlayers, f"FusedBatchNormAct{dims}d")
-    model = nn.Sequential(nn.Linear(3, 6), layer(6, act="silu"))
-    with pytest.raises(TypeError, match=rf"FusedBatchNormAct{dims}d .* no activation \(act='silu'\)"):
-        nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    assert type(model[1]) is layer
-    assert list(model.train(False).modules()) == [model, *model.children()]
-    synced = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(layer(6, act=None)))  # nothing to lose
-    assert type(synced[0]) is nn.SyncBatchNorm
+    model = nn.Sequential(nn.Linear(6, 6), layer(6, act="silu", momentum=0.3), layer(6, act=None)).eval()
+    x = images("cpu", *(2, 6, 6, 6, 6)[: dims + 2])
+    expected, state = model(x), model.state_dict()
+    synced = convert(model)
+    assert type(synced[1]) is fastlayers.FusedSyncBatchNormAct
+    assert synced[1].act == "silu"
+    assert synced[1].momentum == 0.3
+    assert isinstance(synced[2], nn.SyncBatchNorm)
+    assert synced.state_dict().keys() == state.keys()
+    assert_close(synced(x), expected)
+    again = convert(synced)
+    assert_close(again(x), expected)
 
 
-def test_timms_converter_does_not_swallow_an_activation():
-    convert = pytest.importorskip("timm.layers").convert_sync_batchnorm
-    with pytest.raises(TypeError, match="no activation"):
-        convert(nn.Sequential(fastlayers.FusedBatchNormAct2d(6)))
+def test_a_converter_that_would_lose_an_activation_is_told():
+    def convert_sync_batchnorm(module):
+        return [convert_sync_batchnorm(child) for _, child in module.named_children()]
+
+    model = nn.Sequential(fastlayers.FusedBatchNormAct2d(6))
+    with pytest.raises(TypeError, match=r"would lose its activation .*FusedSyncBatchNormAct.convert_sync_batchnorm"):
+        convert_sync_batchnorm(model)
+    assert list(model.modules()) == [model, *model.children()]
 
 
 # ---- casting orders --------------------------------------------------------------------------------------------------

@@ -177,9 +177,9 @@ def chunked(monkeypatch):
 
     calls = []
 
-    def sweep(hidden, weight, *args):
-        calls.append(hidden.shape)
-        return swept(hidden, weight, *args)
+    def sweep(leaves, *args):
+        calls.append(leaves.input.shape)
+        return swept(leaves, *args)
 
     swept = ops.sweep
     monkeypatch.setattr(head, "CPU_LEAST", 1)

@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastlayers
-from fastlayers import backends
-from fastlayers.ops import dispatch, elementwise, squeeze_excite
+from fastlayers import backends, functional
+from fastlayers.ops import dispatch, elementwise, rotary, squeeze_excite
 from fastlayers.patching.reasons import PatchWarning, Refusal
 from fastlayers.patching.rewrite import executors, plan, regions
 from fastlayers.patching.rewrite.executors import Facts, executor_class
@@ -1194,6 +1194,26 @@ def test_checkpointing(reentrant, device):
             found[-1] = x.grad.clone()
     assert torch.equal(found[1], found[0])
     assert torch.equal(found[2], found[0])
+
+
+class Turns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qk = nn.Linear(16, 16)
+
+    def forward(self, x):
+        angles = torch.arange(5 * 4, device=x.device, dtype=torch.float32).view(5, 4).repeat(1, 2)
+        q, k = functional.rotary(*self.qk(x).unflatten(-1, (2, 8)).unbind(-2), angles.cos(), angles.sin())
+        return q * k
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_first_call_of_an_op_is_recorded_as_later_ones(device, runs):
+    """As a checkpoint has it recorded. The op plans its calls by running torch's on tensors without memory."""
+    module, x = Turns().to(device), tokens(device=device)
+    rotary.plan.cache_clear()
+    same(in_regions(module), module, x)
+    assert runs == [True]
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -84,6 +84,7 @@ def test_the_plainest_case_runs(row):
 def test_calls_that_are_no_op_run():
     selection.run_dropout(torch.bfloat16, "cpu")
     selection.run_patched(torch.float32, "cpu")
+    selection.run_topk(torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize("layout", [transposed, strided, misaligned, row_slice, expanded(0), channels_last])

@@ -54,7 +54,7 @@ def _forward_plan(
     return Forward(g, accumulator(dtype)[1], statistics, finish, normalise)
 
 
-def _prepare(
+def prepare_forward(
     x: Tensor, tensors: tuple[Tensor | None, ...], momentum: float, eps: float, act: int, bits: bool
 ) -> tuple[Tensor, Tensor | None, Forward]:
     """x and the residual, the first of ``tensors``, in one layout, and what to launch."""
@@ -81,7 +81,8 @@ def batch_norm_train(
     y has x's layout; stats are means and rstds as (2, C). bit j of byte i of ``bits`` tells if the activation's
     argument is positive at element 8i + j of y's memory; empty unless asked for.
     """
-    x, residual, plan = _prepare(x, (residual, weight, bias, running_mean, running_var), momentum, eps, act, bits)
+    tensors = (residual, weight, bias, running_mean, running_var)
+    x, residual, plan = prepare_forward(x, tensors, momentum, eps, act, bits)
     part = torch.empty(plan.geometry.part_shape, dtype=plan.accumulator, device=x.device)
     stats = torch.empty(2, x.shape[1], dtype=plan.accumulator, device=x.device)
     y, packed = torch.empty_like(x), _bits(x, bits)
@@ -108,7 +109,7 @@ def batch_norm_eval(
     residual: Tensor | None, act: int, bits: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, stats, bits) by the running statistics, as :func:`batch_norm_train`; stats are empty unless ``keep``."""
-    x, residual, plan = _prepare(x, (residual, weight, bias, running_mean, running_var), 0.0, eps, act, bits)
+    x, residual, plan = prepare_forward(x, (residual, weight, bias, running_mean, running_var), 0.0, eps, act, bits)
     stats = torch.empty((2, x.shape[1]) if keep else (0,), dtype=plan.accumulator, device=x.device)
     y, packed = torch.empty_like(x), _bits(x, bits)
     plan.normalise(
@@ -119,7 +120,7 @@ def batch_norm_eval(
 
 def channel_bias_act_(x: Tensor, bias: Tensor, residual: Tensor | None, act: int) -> None:
     """act(x + bias + residual), written to x, which is contiguous or channels_last; the bias is one a channel."""
-    _, residual, plan = _prepare(x, (residual, None, bias, None, None), 0.0, 0.0, act, False)
+    _, residual, plan = prepare_forward(x, (residual, None, bias, None, None), 0.0, 0.0, act, False)
     plan.normalise(x, None, None, x, residual, None, bias, None, None)
 
 
@@ -141,6 +142,16 @@ def _backward_plan(shape: torch.Size, last: bool, dtypes: DTypes, act: int, devi
     return Backward(g, accumulator(dtype)[1], *gradient_launches(g, dtype, act))
 
 
+def prepare_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, act: int
+) -> tuple[Tensor, Tensor, Tensor | None, Backward]:
+    """dy, x and the residual in one layout, and what to launch."""
+    x, last = dense(x)
+    residual = None if residual is None else in_layout(residual, x)
+    dtypes = (x.dtype, *[None if t is None else t.dtype for t in (residual, weight, bias)])
+    return in_layout(dy, x), x, residual, _backward_plan(x.shape, last, dtypes, act, x.device)
+
+
 def batch_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, training: bool,
     residual: Tensor | None, bits: Tensor | None, act: int, dresidual: bool,
@@ -150,12 +161,7 @@ def batch_norm_backward(
     The derivative of the activation is taken from ``bits`` where there are any, else from its argument, for which the
     forward's residual is needed if it had one. Not ``training``: the statistics are constants.
     """
-    x, last = dense(x)
-    dy = in_layout(dy, x)
-    if residual is not None:
-        residual = in_layout(residual, x)
-    dtypes = (x.dtype, *[None if t is None else t.dtype for t in (residual, weight, bias)])
-    plan = _backward_plan(x.shape, last, dtypes, act, x.device)
+    dy, x, residual, plan = prepare_backward(dy, x, weight, bias, residual, act)
     dx = torch.empty_like(x)
     for_residual = torch.empty_like(x) if dresidual else None
     dtype = plan.accumulator if weight is None else weight.dtype

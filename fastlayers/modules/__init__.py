@@ -13,6 +13,7 @@ from fastlayers.modules.batch_norm import (
     FusedBatchNormAct1d,
     FusedBatchNormAct2d,
     FusedBatchNormAct3d,
+    FusedSyncBatchNormAct,
 )
 from fastlayers.modules.bias_act import (
     FusedBiasAct,
@@ -132,4 +133,5 @@ __all__ = [
     "FusedSoftmax",
     "FusedSoftplus",
     "FusedSwiGLU",
+    "FusedSyncBatchNormAct",
 ]

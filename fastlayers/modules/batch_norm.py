@@ -6,11 +6,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastlayers import functional
 from fastlayers.ops.activations import activation
+from fastlayers.ops.sync_batch_norm import sync_batch_norm
 
 
 def normalize(layer: _BatchNorm, input: Tensor, residual: Tensor | None = None, act: str | None = None) -> Tensor:
@@ -72,18 +74,28 @@ class _BatchNormAct(_BatchNorm):
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         # torch's converter, and timm's, put an nn.SyncBatchNorm in the place of whatever is a BatchNorm, and the
         # activation would be gone without a word. They offer no hook; this call is where they show themselves.
-        if self.act is not None and sys._getframe(1).f_code.co_name == "convert_sync_batchnorm":
-            raise TypeError(
-                f"{type(self).__name__} cannot become an nn.SyncBatchNorm, which has no activation (act={self.act!r}); "
-                "in a model whose norms are to be synchronised, write torch's layer and the activation after it"
-            )
+        caller = sys._getframe(1)
+        if self.act is not None and caller.f_code.co_name == "convert_sync_batchnorm":
+            synced = caller.f_locals.get("module_output")
+            if not isinstance(synced, nn.SyncBatchNorm):
+                raise TypeError(
+                    f"{type(self).__name__} would lose its activation (act={self.act!r}) here; call "
+                    "fastlayers.FusedSyncBatchNormAct.convert_sync_batchnorm(model)"
+                )
+            _activate(synced, FusedSyncBatchNormAct, self.act)
         return super().named_children()
+
+
+def _activate(layer: nn.SyncBatchNorm, cls: type[FusedSyncBatchNormAct], act: str | None) -> None:
+    """Make a layer that a converter has put together one of ours, with an activation."""
+    layer.__class__ = cls
+    layer.act = act  # type: ignore[assignment]
 
 
 class FusedBatchNormAct2d(_BatchNormAct, nn.BatchNorm2d):
     """:class:`torch.nn.BatchNorm2d`, a residual where given, an activation: :func:`fastlayers.functional.batch_norm`.
 
-    ``nn.SyncBatchNorm.convert_sync_batchnorm`` raises a TypeError where it meets one with an activation.
+    ``nn.SyncBatchNorm.convert_sync_batchnorm`` replaces one with an activation by a :class:`FusedSyncBatchNormAct`.
 
     Args:
         args, kwargs: as for :class:`torch.nn.BatchNorm2d`.
@@ -102,3 +114,67 @@ class FusedBatchNormAct1d(_BatchNormAct, nn.BatchNorm1d):
 
 class FusedBatchNormAct3d(_BatchNormAct, nn.BatchNorm3d):
     """As :class:`FusedBatchNormAct2d`, for the input of :class:`torch.nn.BatchNorm3d`."""
+
+
+class FusedSyncBatchNormAct(_BatchNormAct, nn.SyncBatchNorm):
+    """:class:`torch.nn.SyncBatchNorm`, a residual where given, an activation: ``act(batch_norm(x) + residual)``.
+
+    In training, with several processes, the statistics are of the batches of all of them, of any sizes; a batch may be
+    empty. The forward has one all-gather of two numbers a channel, the backward one all-reduce. Otherwise the layer is
+    :func:`fastlayers.functional.batch_norm`. Unlike torch's it also works on a CPU, where however
+    DistributedDataParallel refuses all SyncBatchNorm layers. It has no second derivative.
+
+    It keeps for backward what :func:`fastlayers.functional.batch_norm` keeps.
+
+    Args:
+        args, kwargs: as for :class:`torch.nn.SyncBatchNorm`.
+        act: name of the activation, or None.
+
+    Shape: input (N, C, *), and an optional residual of the same shape.
+
+    Raises:
+        ValueError: act is not the name of an activation.
+    """
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        self._check_input_dim(input)
+        self._check_non_zero_input_channels(input)
+        group = self._group()
+        if group is None:
+            return normalize(self, input, residual, self.act)
+        mean = var = None
+        momentum = self.momentum
+        if self.track_running_stats:
+            mean, var, batches = self.running_mean, self.running_var, self.num_batches_tracked
+            if batches is not None:
+                batches.add_(1)
+                momentum = 1.0 / float(batches) if momentum is None else momentum
+        return sync_batch_norm(
+            input, mean, var, self.weight, self.bias, 0.0 if momentum is None else momentum, self.eps, residual,
+            self.act, group.group_name,
+        )  # fmt: skip
+
+    def _group(self) -> Any:
+        """The processes whose statistics a call now takes; None for those of its own input, or the running ones."""
+        if not self.training or not dist.is_available() or not dist.is_initialized():
+            return None
+        group = self.process_group or dist.group.WORLD
+        return group if dist.get_world_size(group) > 1 else None  # -1 outside of the group
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
+        """Replace all BatchNorm layers of a model by this one, as :meth:`torch.nn.SyncBatchNorm.convert_sync_batchnorm`
+        does by torch's; activations are kept.
+
+        Args:
+            module: the model.
+            process_group: the processes to synchronise, by default all of them.
+
+        Returns:
+            The model; if it is itself a BatchNorm layer, the new layer.
+        """
+        converted: nn.Module = super().convert_sync_batchnorm(module, process_group)
+        if isinstance(module, _BatchNorm):
+            assert isinstance(converted, nn.SyncBatchNorm)
+            _activate(converted, cls, module.act if isinstance(module, _BatchNormAct) else None)
+        return converted

@@ -11,7 +11,7 @@ chunks again: four products in all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,8 @@ from fastlayers import backends
 from fastlayers.ops import dispatch, head, reference
 from fastlayers.ops.cross_entropy import scores_of
 from fastlayers.ops.dispatch import Needs
+from fastlayers.ops.head import LEAVES, FlatGradients, Leaves, LowRank
+from fastlayers.ops.quantized import Quantized
 
 Found = tuple[Tensor, Tensor, Tensor]
 
@@ -76,17 +78,20 @@ def _rest(input: Tensor, logit_scale: float, low: torch.dtype | None, chunk_size
 
 
 def _run(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, ignore_index: int, softcap: float,
-    logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
+    input: Tensor, linear_weight: Tensor | Quantized, linear_bias: Tensor | None, low_rank_input: Tensor | None,
+    low_rank_weight: Tensor | None, target: Tensor, ignore_index: int, softcap: float, logit_scale: float,
+    low: torch.dtype | None, chunk_size: int | None,
 ) -> Found:  # fmt: skip
     """Log-probabilities and entropies in the shape of the target, 0 where that is ignored, and levels (2, rows)."""
+    leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
     rest, columns = _rest(input, logit_scale, low, chunk_size), linear_weight.shape[0]
     wide = torch.promote_types(rest.compute, torch.float32)
-    rows, classes = input.detach().reshape(-1, input.shape[-1]), target.reshape(-1)
-    found = torch.zeros((4, classes.numel()), dtype=wide, device=input.device)
-    kept = head.labelled(classes, ignore_index, columns)
+    t = target.reshape(-1)
+    found = torch.zeros((4, t.numel()), dtype=wide, device=input.device)
+    kept = head.labelled(t, ignore_index, columns)
     some = found if kept is None else found.new_zeros((4, kept.numel()))
-    h, t = (rows, classes) if kept is None else (rows[kept], classes[kept])
+    if kept is not None:
+        leaves, t = leaves.rows(kept), t[kept]
     counts = t != ignore_index
     _check_classes(t, counts, columns)
     t = torch.where(counts, t, 0)
@@ -95,7 +100,7 @@ def _run(
         some[0, start:end], some[1, start:end], some[2:, start:end] = _chunk(logits, t[start:end], softcap, columns)
 
     with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
-        head.sweep(h, linear_weight, linear_bias, rest, chunk, 1.0, (False, False, False))
+        head.sweep(*leaves[:3], rest, chunk, 1.0, (False, False, False), leaves.low_rank)
     some[:2].mul_(counts)
     if kept is not None:
         found.index_copy_(1, kept, some)
@@ -113,21 +118,20 @@ def _check_classes(classes: Tensor, counts: Tensor, columns: int) -> None:
 
 
 def _run_backward(
-    dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
-    target: Tensor, entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float, logit_scale: float,
-    low: torch.dtype | None, chunk_size: int | None, needs: Needs,
+    dlog_prob: Tensor | None, dentropy: Tensor | None, leaves: Leaves, target: Tensor, entropy: Tensor, levels: Tensor,
+    ignore_index: int, softcap: float, rest: head.Rest, needs: Needs,
 ) -> head.Gradients:  # fmt: skip
-    rest, columns = _rest(input, logit_scale, low, chunk_size), linear_weight.shape[0]
+    columns = leaves.linear_weight.shape[0]
     wide = torch.promote_types(rest.compute, torch.float32)
-    rows, classes = input.detach().reshape(-1, input.shape[-1]), target.reshape(-1)
+    classes = target.reshape(-1)
     counts = classes != ignore_index
     # A row without a label has no gradient, whatever comes in.
     dys = [None if dy is None else torch.where(counts, dy.reshape(-1).to(wide), 0.0) for dy in (dlog_prob, dentropy)]
-    given = [rows, torch.where(counts, classes, 0), entropy.reshape(-1), levels[0], levels[1], *dys]
+    given = [torch.where(counts, classes, 0), entropy.reshape(-1), levels[0], levels[1], *dys]
     kept = head.labelled(classes, ignore_index, columns)
     if kept is not None:
         given = [None if t is None else t[kept] for t in given]
-    h, t, e, base, below, dlog, dent = given
+    t, e, base, below, dlog, dent = given
     levels = torch.stack((base, below))  # type: ignore[arg-type]
 
     def chunk(logits: Tensor, start: int, end: int) -> None:
@@ -135,22 +139,19 @@ def _run_backward(
         d, de = (None if dy is None else dy[part] for dy in (dlog, dent))
         _chunk_backward_(logits, t[part], e[part], levels[:, part].contiguous(), d, de, softcap, columns)  # type: ignore[index]
 
-    with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
-        found = head.sweep(h, linear_weight, linear_bias, rest, chunk, 1.0, needs)  # type: ignore[arg-type]
-    dinput = found.input
-    if dinput is not None:
-        if kept is not None:
-            dinput = torch.zeros_like(rows).index_copy_(0, kept, dinput)
-        found = found._replace(input=dinput.view(input.shape))
-    return found
+    some = leaves if kept is None else leaves.rows(kept)
+    with torch.no_grad(), torch.autocast(target.device.type, enabled=False):
+        found = head.sweep(*some[:3], rest, chunk, 1.0, needs, some.low_rank)
+    return found if kept is None else found.of_all_rows(kept, leaves)
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
 def _describe(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, ignore_index: int, softcap: float,
-    logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank_input: Tensor | None,
+    low_rank_weight: Tensor | None, target: Tensor, ignore_index: int, softcap: float, logit_scale: float,
+    low: torch.dtype | None, chunk_size: int | None,
 ) -> Found:  # fmt: skip
     wide = torch.promote_types(head.cast(input.dtype, low), torch.float32)
     log_prob, entropy = (input.new_empty(target.shape, dtype=wide) for _ in range(2))
@@ -158,32 +159,37 @@ def _describe(
 
 
 def _run_backward_op(
-    dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
-    target: Tensor, entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float, logit_scale: float,
-    low: torch.dtype | None, chunk_size: int | None, for_input: bool, for_weight: bool, for_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor | Quantized,
+    linear_bias: Tensor | None, low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor,
+    entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float, logit_scale: float, low: torch.dtype | None,
+    chunk_size: int | None, wanted: Sequence[bool],
+) -> FlatGradients:  # fmt: skip
     """The gradients; empty where one is not needed."""
-    found = _run_backward(
-        dlog_prob, dentropy, input, linear_weight, linear_bias, target, entropy, levels, ignore_index, softcap,
-        logit_scale, low, chunk_size, (for_input, for_weight, for_bias),
-    )  # fmt: skip
-    dh, dw, db = (input.new_empty(0) if t is None else t for t in found)
-    return dh, dw, db
+    leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
+    rest = _rest(input, logit_scale, low, chunk_size)
+    given = (dlog_prob, dentropy, leaves, target, entropy, levels, ignore_index, softcap, rest, tuple(wanted))
+    return head.flatten_gradients(_run_backward(*given), input)
 
 
 def _describe_backward(
     dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
-    target: Tensor, entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float, logit_scale: float,
-    low: torch.dtype | None, chunk_size: int | None, for_input: bool, for_weight: bool, for_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return head.describe_gradients((input, linear_weight, linear_bias), (for_input, for_weight, for_bias))
+    low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor, entropy: Tensor, levels: Tensor,
+    ignore_index: int, softcap: float, logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
+    wanted: Sequence[bool],
+) -> FlatGradients:  # fmt: skip
+    leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
+    return head.describe_gradients(leaves, tuple(wanted))
 
 
 class Ways(NamedTuple):
-    """How the chunks are run: as they are, or as ops that no trace looks into."""
+    """How the chunks are run: as they are, or as ops that no trace looks into.
+
+    ``quantized`` is a quantised linear_weight, in the place of a tensor.
+    """
 
     forward: Callable[..., Found]
-    backward: Callable[..., Found]
+    backward: Callable[..., FlatGradients]
+    quantized: Quantized | None = None
 
 
 DIRECTLY = Ways(_run, _run_backward_op)
@@ -193,40 +199,42 @@ IN_GRAPH = Ways(
 )
 
 
-class LinearLogProb(dispatch.Pair, inputs=3, materialize=False):
+class LinearLogProb(dispatch.Pair, inputs=LEAVES, materialize=False):
     """Keeps its inputs, and for each row its entropy and two numbers of its normaliser."""
 
     @staticmethod
     def forward(
-        kernels: Ways, needs: Needs, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor,
-        ignore_index: int, softcap: float, logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
+        kernels: Ways, needs: Needs, input: Tensor, linear_weight: Tensor | None, linear_bias: Tensor | None,
+        low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor, ignore_index: int,
+        softcap: float, logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
     ) -> Any:  # fmt: skip
-        tensors, rest = (
-            (input, linear_weight, linear_bias, target),
-            (ignore_index, softcap, logit_scale, low, chunk_size),
-        )
-        log_prob, entropy, levels = kernels.forward(*tensors, *rest)
-        return (log_prob, entropy), (*tensors, entropy, levels), rest
+        tensors = (input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
+        rest = (ignore_index, softcap, logit_scale, low, chunk_size)
+        log_prob, entropy, levels = kernels.forward(*Leaves.kept(kernels.quantized, *tensors), target, *rest)
+        return (log_prob, entropy), (*tensors, target, entropy, levels), (*rest, kernels.quantized)
 
     @staticmethod
     def backward(
         kernels: Ways, needs: Needs, dlog_prob: Tensor | None, dentropy: Tensor | None, *args: Any
     ) -> tuple[Tensor | None, ...]:
-        return kernels.backward(dlog_prob, dentropy, *args, *needs)
+        tensors, (*rest, quantized) = args[:LEAVES], args[LEAVES:]
+        return kernels.backward(dlog_prob, dentropy, *Leaves.kept(quantized, *tensors), *rest, needs)
 
     @staticmethod
     def differentiable_backward(
-        needs: Needs, dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor,
-        linear_bias: Tensor | None, target: Tensor, entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float,
-        logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
+        needs: Needs, dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor | None,
+        linear_bias: Tensor | None, low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor,
+        entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float, logit_scale: float,
+        low: torch.dtype | None, chunk_size: int | None, quantized: Quantized | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        def compose(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> Tensor:
-            given = (input, linear_weight, linear_bias, target, ignore_index, softcap, logit_scale)
-            return torch.stack(reference.linear_log_prob(*given))
+        def compose(*tensors: Any) -> Tensor:
+            given, options = Leaves.kept(quantized, *tensors), (ignore_index, softcap, logit_scale)
+            return torch.stack(reference.linear_log_prob(*given.dequantized(), target, *options, given.low_rank))
 
+        leaves = (input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
         dys = [torch.zeros_like(entropy) if dy is None else dy for dy in (dlog_prob, dentropy)]
         with torch.autocast(input.device.type, low, enabled=low is not None):
-            return dispatch.differentiate(compose, (input, linear_weight, linear_bias), needs, torch.stack(dys))
+            return dispatch.differentiate(compose, leaves, needs, torch.stack(dys))
 
 
 _in_graph = dispatch.graph_op_of(
@@ -239,32 +247,16 @@ _in_graph = dispatch.graph_op_of(
 
 def linear_log_prob(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, ignore_index: int,
-    softcap: float | None, logit_scale: float, chunk_size: int | None,
+    softcap: float | None, logit_scale: float, low_rank: LowRank | None, chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Log-probabilities and entropies."""
-    head.check("linear_log_prob", input, linear_weight, target, softcap, logit_scale, chunk_size)
+    head.check("linear_log_prob", input, linear_weight, target, softcap, logit_scale, chunk_size, low_rank)
     options = (ignore_index, softcap or 0.0, logit_scale)
-    tensors = (input, linear_weight, linear_bias, target)
-    compiling, forced = torch.compiler.is_compiling(), backends.get_backend()
-    if compiling:
-        wanted = (
-            dispatch.graph_keeps_kernel(input)
-            if input.is_cuda
-            else not torch.compiler._is_exporting_flag and forced is None
-        )
-    else:
-        wanted = forced not in ("eager", "compile") and not dispatch.is_dtensor(input)
-        if wanted and dispatch.must_decompose():
-            backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
-            wanted = False
-    if wanted and (
-        chunk_size is not None or (forced is not None and not compiling) or head.is_large(input, linear_weight)
-    ):
-        low = head.autocast_dtype(input)
-        reason = head.unsupported(*tensors, None, _rest(input, logit_scale, low, chunk_size))
-        if reason is None:
-            given = (*tensors, *options, low, chunk_size)
-            return _in_graph(*given) if compiling else LinearLogProb.run(DIRECTLY, *given)
-        if not compiling:
-            backends.refuse(reason)
-    return dispatch.call_reference(reference.linear_log_prob, *tensors, *options)
+    leaves = Leaves.of_call(input, linear_weight, linear_bias, low_rank)
+    rest = _rest(input, logit_scale, head.autocast_dtype(input), chunk_size)
+    if head.is_chunked(leaves, target, rest):
+        kept = (*leaves.tensors, target, *options, rest.low, chunk_size)
+        if torch.compiler.is_compiling():
+            return _in_graph(*kept)
+        return LinearLogProb.run(DIRECTLY._replace(quantized=leaves.quantized), *kept)
+    return dispatch.call_reference(reference.linear_log_prob, *leaves.dequantized(), target, *options, leaves.low_rank)

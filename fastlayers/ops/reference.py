@@ -300,15 +300,15 @@ def cross_entropy(
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
     ignore_index: int, reduction: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
-    loss_of: Callable[..., Tensor] = cross_entropy,
+    low_rank: tuple[Tensor, Tensor] | None = None, loss_of: Callable[..., Tensor] = cross_entropy,
 ) -> Tensor:  # fmt: skip
     _check_linear_shapes(input, linear_weight, linear_bias)
     positions = linear_weight.shape[1:-1]  # d1, ..., dK of a K-dimensional loss
-    if positions:
+    if positions and low_rank is None:
         logits = F.linear(input, linear_weight.flatten(0, -2), None if linear_bias is None else linear_bias.flatten())
         logits = logits.unflatten(-1, linear_weight.shape[:-1])
     else:
-        logits = F.linear(input, linear_weight, linear_bias)
+        logits = head_logits(input, linear_weight, linear_bias, low_rank)
     if logit_scale != 1.0:
         logits = logits * logit_scale
     options = (weight, ignore_index, reduction, label_smoothing, softcap, z_loss)
@@ -328,9 +328,39 @@ def linear_cross_entropy(
     return loss if reduction else loss.reshape(logits.shape[:-1])
 
 
+def head_logits(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """input·weightᵀ + bias, and the product of ``low_rank`` added in the wider dtype, in the dtype of the former."""
+    if low_rank is None:
+        return F.linear(input, linear_weight, linear_bias)
+    problem = low_rank_problem(input.shape, linear_weight.shape, low_rank)
+    if problem is not None:
+        raise RuntimeError(problem)
+    logits = F.linear(input, linear_weight, linear_bias)
+    return (logits + F.linear(*low_rank)).to(logits.dtype)
+
+
+def low_rank_problem(rows: torch.Size, classes: torch.Size, low_rank: tuple[Tensor, Tensor]) -> str | None:
+    """What is wrong with the shapes of ``low_rank``, which a sum might broadcast; None if nothing is.
+
+    ``rows`` and ``classes`` are the shapes of input and linear_weight.
+    """
+    x, weight = low_rank
+    if len(classes) == weight.dim() == 2 and (x.shape, weight.shape) == (
+        (*rows[:-1], weight.shape[1]),
+        (classes[0], weight.shape[1]),
+    ):
+        return None
+    return (
+        f"expected low_rank of (..., R) and (C, R) beside input (..., H) and linear_weight (C, H), but got"
+        f" {tuple(x.shape)} and {tuple(weight.shape)} beside {tuple(rows)} and {tuple(classes)}"
+    )
+
+
 def linear_log_prob(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, ignore_index: int, softcap: float,
-    logit_scale: float,
+    logit_scale: float, low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The log-probabilities of the classes and the entropies, 0 where the target is ignored."""
     if linear_weight.dim() != 2 or target.shape != input.shape[:-1]:
@@ -338,12 +368,60 @@ def linear_log_prob(
             f"linear_log_prob(): expected input (..., H), linear_weight (C, H) and target (...), but got"
             f" {tuple(input.shape)}, {tuple(linear_weight.shape)} and {tuple(target.shape)}"
         )
-    logits = F.linear(input, linear_weight, linear_bias)
+    logits = head_logits(input, linear_weight, linear_bias, low_rank)
     logits = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale, softcap)
     log_p = F.log_softmax(logits, -1)
     kept = target != ignore_index
     log_prob = log_p.gather(-1, torch.where(kept, target, 0).unsqueeze(-1)).squeeze(-1)
     return torch.where(kept, log_prob, 0.0), torch.where(kept, -times_exp(log_p).sum(-1), 0.0)
+
+
+def linear_topk(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, k: int, softcap: float, logit_scale: float,
+    log_prob: bool, low_rank: tuple[Tensor, Tensor] | None = None,
+) -> torch.return_types.topk:  # fmt: skip
+    _check_matrix("linear_topk", input, linear_weight)
+    logits = head_logits(input, linear_weight, linear_bias, low_rank)
+    if log_prob:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if logit_scale != 1.0:
+        logits = logits * logit_scale
+    logits = capped(logits, softcap)
+    return (F.log_softmax(logits, -1) if log_prob else logits).topk(k)
+
+
+def linear_argmax(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    _check_matrix("linear_argmax", input, linear_weight)
+    return head_logits(input, linear_weight, linear_bias, low_rank).argmax(-1)
+
+
+def linear_accuracy(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, ignore_index: int,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    if target.shape != input.shape[:-1]:
+        raise RuntimeError(
+            f"linear_accuracy(): expected input (..., H) and target (...), but got {tuple(input.shape)} and"
+            f" {tuple(target.shape)}"
+        )
+    _check_matrix("linear_accuracy", input, linear_weight)
+    return accuracy(linear_argmax(input, linear_weight, linear_bias, low_rank), target, ignore_index)
+
+
+def accuracy(found: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """The share of the labels that were found, as float32."""
+    kept = target != ignore_index
+    return ((found == target) & kept).sum().to(torch.float32) / kept.sum()
+
+
+def _check_matrix(name: str, input: Tensor, linear_weight: Tensor) -> None:
+    if input.dim() == 0 or linear_weight.dim() != 2:
+        raise RuntimeError(
+            f"{name}(): expected input (..., H) and linear_weight (C, H), but got {tuple(input.shape)} and"
+            f" {tuple(linear_weight.shape)}"
+        )
 
 
 def times_exp(log_p: Tensor) -> Tensor:

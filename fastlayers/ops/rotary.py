@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
@@ -131,6 +132,14 @@ def plan(
     reason = _unsupported(q, k, cos, sin, rotary_dim, result)
     if reason is not None:
         return Plan(reason)
+    with _disable_current_modes():  # Whoever records operations would find some that only a first call has.
+        return _measured(q, k, cos, sin, interleaved, rotary_dim, dtype, result)
+
+
+def _measured(
+    q: Layout, k: Layout | None, cos: Layout, sin: Layout, interleaved: bool, rotary_dim: int,
+    dtype: torch.dtype | None, result: torch.dtype,
+) -> Plan:  # fmt: skip
     meta_q, meta_k = _meta(q), None if k is None else _meta(k)
     outs = reference.rotary(meta_q, meta_k, _meta(cos), _meta(sin), interleaved, rotary_dim, dtype)
     strides: list[Sizes] = [(1,), (1,)]

@@ -376,11 +376,11 @@ def _cross_entropy_across(
 def _linear_cross_entropy(
     input: DTensor, linear_weight: DTensor, linear_bias: DTensor | None, target: DTensor, weight: DTensor | None,
     ignore_index: int, reduction: int, smoothing: float, softcap: float, z_loss: float, logit_scale: float,
-    *loss_of: Any,
+    low_rank: Any, *loss_of: Any,
 ) -> DTensor:  # fmt: skip
     """Rows may be sharded, and classes: then the gradient of the input is Partial."""
-    if linear_weight.dim() != 2 or input.dim() == 0 or target.shape != input.shape[:-1]:
-        raise NoRuleError("expected an input (..., H), a weight (V, H) and a class for each row")
+    if linear_weight.dim() != 2 or input.dim() == 0 or target.shape != input.shape[:-1] or low_rank is not None:
+        raise NoRuleError("expected an input (..., H), a weight (V, H), a class for each row and no adapter")
     given = (input, linear_weight, linear_bias, target, weight)
     shards = Shards(given, (rows, by_class, by_class, rows, by_class), fill=False)
     last = input.dim() - 1
@@ -393,7 +393,7 @@ def _linear_cross_entropy(
     else:
         loss = linear_cross_entropy(
             own, own_weight, own_target, own_bias, own_classes, ignore_index, reference.REDUCTIONS[reduction],
-            smoothing, softcap or None, z_loss, logit_scale, None,
+            smoothing, softcap or None, z_loss, logit_scale, None, None,
         )  # fmt: skip
     if reduction == NONE:
         return shards.wrap(loss, without=last)
@@ -439,8 +439,10 @@ def _linear_cross_entropy_across(
 
 def _linear_log_prob(
     input: DTensor, linear_weight: DTensor, linear_bias: DTensor | None, target: DTensor, ignore_index: int,
-    softcap: float, logit_scale: float,
+    softcap: float, logit_scale: float, low_rank: Any,
 ) -> tuple[DTensor, DTensor]:  # fmt: skip
+    if low_rank is not None:
+        raise NoRuleError("expected no adapter")
     last = input.dim() - 1
     given = (input, linear_weight, linear_bias, target)
     shards = Shards(given, (rows, by_class, by_class, rows), (last,), fill=False)
@@ -450,7 +452,7 @@ def _linear_log_prob(
         found = reference.linear_log_prob(own, own_weight, own_bias, own_target, *options)
     else:
         options = (ignore_index, softcap or None, logit_scale)  # type: ignore[assignment]
-        found = linear_log_prob(own, own_weight, own_target, own_bias, *options, None)
+        found = linear_log_prob(own, own_weight, own_target, own_bias, *options, None, None)
     log_prob, entropy = (shards.wrap(t, without=last) for t in found)
     return log_prob, entropy
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import _reduction
 
+from fastlayers import backends
 from fastlayers.ops import reference
 from fastlayers.ops.cross_entropy import MEAN, NONE
 from fastlayers.ops.dispatch import Gradients
@@ -73,19 +74,14 @@ def evaluate(rows: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Te
     first = _first_class(options, columns)
     kept = target != ignore_index
     mine = kept & (target >= first) & (target < first + columns)
-    classes = torch.where(mine, target - first, 0)
-    own = rows.gather(1, classes.unsqueeze(1)).squeeze(1) if columns else rows.new_zeros(target.shape)
-    own = capped(own.to(torch.promote_types(own.dtype, torch.float32)), softcap)
-    parts = rows.split(_at_once(columns))
-    local = torch.cat([torch.logsumexp(capped(part.to(own.dtype), softcap), 1) for part in parts])
+    local, own, summed = _shard(rows, target, first, softcap, smoothing > 0)
     greatest = torch.cat((local, own.new_full((1,), columns), own.new_full((1,), -columns)))
     dist.all_reduce(greatest, dist.ReduceOp.MAX, group)
     if start is None:
         _check_widths(greatest[-2], -greatest[-1])
     greatest = greatest[:-2]
     terms = [torch.exp(local - greatest), torch.where(mine, own, 0.0), mine.to(own.dtype)]
-    if smoothing:
-        summed = torch.cat([capped(part.to(own.dtype), softcap).sum(1) for part in parts])
+    if summed is not None:
         terms += [summed, torch.full_like(own, columns)]
     sums = torch.stack(terms)
     dist.all_reduce(sums, dist.ReduceOp.SUM, group)
@@ -101,29 +97,9 @@ def evaluate(rows: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Te
     return torch.where(kept, losses, 0.0), lse, share
 
 
-def gradient_(
-    out: Tensor, rows: Tensor, target: Tensor, lse: Tensor, share: Tensor | None, dy: Tensor, options: Options
-) -> None:
-    """Write the gradient of the logits, which ``out`` may be, for a gradient ``dy`` of each loss. No autograd."""
-    _, _, ignore_index, smoothing, softcap, z_loss = options
-    columns = rows.shape[1]
-    first = _first_class(options, columns)
-    of_rows = [t.unsqueeze(1) for t in (lse, dy, lse if share is None else share)]
-    parts = [part.split(_at_once(columns)) for part in (out, rows, target, *of_rows)]
-    for written, x, classes, total, factor, uniform in zip(*parts, strict=True):
-        scores = capped(x.to(lse.dtype), softcap)
-        d = torch.exp(scores - total)
-        if z_loss:
-            d *= 1.0 + 2.0 * z_loss * total
-        mine = (classes >= first) & (classes < first + columns)
-        hit = torch.where(mine, smoothing - 1.0, 0.0).to(d.dtype)
-        d.scatter_add_(1, torch.where(mine, classes - first, 0).unsqueeze(1), hit.unsqueeze(1))
-        if share is not None:
-            d -= uniform
-        if softcap:
-            d *= 1.0 - (scores / softcap).square()
-        # Not 0·inf, where all rows are ignored.
-        written.copy_(torch.where((classes != ignore_index).unsqueeze(1), d * factor, 0.0))
+def gradient(dy: Tensor, rows: Tensor, target: Tensor, lse: Tensor, share: Tensor | None, options: Options) -> Tensor:
+    """The gradient of the rows, contiguous, for a gradient of each loss. No autograd."""
+    return _shard_backward(dy, rows, target, lse, share, _first_class(options, rows.shape[1]), options)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -148,18 +124,83 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 " need the logits of the other ranks"
             )
         logits, target, lse, share = ctx.saved_tensors
-        columns = logits.shape[-1]
-        gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        if gradient.numel():
-            rows = logits.reshape(-1, columns)
-            gradient_(gradient.view(-1, columns), rows, target.reshape(-1), lse, share, dy, ctx.options)
-        return gradient, None, None
+        flat = target.reshape(-1)
+        rows = logits.reshape(flat.shape[0], logits.shape[-1])
+        return gradient(dy, rows, flat, lse, share, ctx.options).view(logits.shape), None, None
 
 
 def losses_of_rows(logits: Tensor, target: Tensor, options: Options) -> Tensor:
     """The losses of the rows, in float32 or float64; 0 where the target is ignored."""
     losses: Tensor = _VocabParallelCrossEntropy.apply(logits, target, options)
     return losses
+
+
+# ---- a shard ---------------------------------------------------------------------------------------------------------
+
+
+def _kernels(rows: Tensor) -> Any:
+    """The module of the kernels, None where torch's operations serve."""
+    if rows.numel() == 0 or torch.compiler.is_compiling() or not backends.generates_kernels(rows.device):
+        return None
+    from fastlayers.kernels import vocab_parallel
+
+    return vocab_parallel
+
+
+def _shard(
+    rows: Tensor, target: Tensor, first: int, softcap: float, sums: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of each row the log-sum-exp of the scores, that of its class, 0 if another rank has it, and if wanted the sum."""
+    kernels, columns = _kernels(rows), rows.shape[1]
+    if kernels is not None:
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        return kernels.shard(rows, target.contiguous(), softcap, first, sums)  # type: ignore[no-any-return]
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    own = rows.new_zeros(target.shape)
+    if columns:
+        mine = (target >= first) & (target < first + columns)
+        own = rows.gather(1, torch.where(mine, target - first, 0).unsqueeze(1)).squeeze(1)
+        own = torch.where(mine, own, 0.0)
+    found = []
+    for part in rows.split(_at_once(columns)):
+        scores = capped(part.to(wide), softcap)
+        found.append((torch.logsumexp(scores, 1), scores.sum(1) if sums else None))
+    local, summed = zip(*found, strict=True)
+    return torch.cat(local), capped(own.to(wide), softcap), torch.cat(summed) if sums else None
+
+
+def _shard_backward(
+    dy: Tensor, rows: Tensor, target: Tensor, lse: Tensor, share: Tensor | None, first: int, options: Options
+) -> Tensor:
+    """The gradient of the rows, contiguous."""
+    _, _, ignore_index, smoothing, softcap, z_loss = options
+    kernels, columns = _kernels(rows), rows.shape[1]
+    if kernels is not None:
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        given = (dy, rows, target.contiguous(), lse, share)
+        return kernels.shard_backward(*given, softcap, smoothing, z_loss, first, ignore_index)  # type: ignore[no-any-return]
+    gradient = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    of_rows = [t.unsqueeze(1) for t in (lse, dy, lse if share is None else share)]
+    parts = [part.split(_at_once(columns)) for part in (rows, target, *of_rows)]
+    for out, x, classes, total, factor, uniform in zip(gradient.split(_at_once(columns)), *parts, strict=True):
+        scores = capped(x.to(lse.dtype), softcap)
+        d = torch.exp(scores - total)
+        if z_loss:
+            d *= 1.0 + 2.0 * z_loss * total
+        mine = (classes >= first) & (classes < first + columns)
+        hit = torch.where(mine, smoothing - 1.0, 0.0).to(d.dtype)
+        if columns:
+            d.scatter_add_(1, torch.where(mine, classes - first, 0).unsqueeze(1), hit.unsqueeze(1))
+        if share is not None:
+            d -= uniform
+        if softcap:
+            d *= 1.0 - (scores / softcap).square()
+        # Not 0·inf, where all rows are ignored.
+        out.copy_(torch.where((classes != ignore_index).unsqueeze(1), d * factor, 0.0))
+    return gradient
+
+
+# ---- which calls -----------------------------------------------------------------------------------------------------
 
 
 def vocab_parallel_cross_entropy(

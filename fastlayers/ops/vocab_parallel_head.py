@@ -49,8 +49,8 @@ def _sweep(
         found, lse, share = vocab_parallel.evaluate(own, part, rest.options)
         losses[start:end] = found
         if any(wanted):
-            factor = torch.ones_like(found) if scale is None else scale.expand(classes.shape)[start:end]
-            vocab_parallel.gradient_(own, own, part, lse, share, factor, rest.options)
+            factor = torch.ones_like(found) if scale is None else scale.expand(classes.shape)[start:end].contiguous()
+            own.copy_(vocab_parallel.gradient(factor, own, part, lse, share, rest.options))
             logits[:, columns:] = 0.0
 
     low = rest.head.low
@@ -72,7 +72,7 @@ class VocabParallelHead(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:3] if rest.reduction != NONE else (False, False, False)
         scale = VocabParallelHead.scale_of(count, rest)
         losses, gradients = _sweep(input, linear_weight, linear_bias, target, rest, scale, wanted)
-        ctx.save_for_backward(input, linear_weight, linear_bias, target, count, *gradients)
+        ctx.save_for_backward(input, linear_weight, linear_bias, target, count, *gradients[:3])
         ctx.rest, ctx.returned = rest, False
         if rest.reduction == NONE:
             return losses
@@ -97,12 +97,13 @@ class VocabParallelHead(torch.autograd.Function):
         input, linear_weight, linear_bias, target, count, *ready = ctx.saved_tensors
         tensors, rest, wanted = (input, linear_weight, linear_bias, target), ctx.rest, ctx.needs_input_grad[:3]
         if rest.reduction == NONE:
-            return *_sweep(*tensors, rest, dy, wanted)[1], None, None, None
+            return *_sweep(*tensors, rest, dy, wanted)[1][:3], None, None, None
         if ctx.returned:
-            found = _sweep(*tensors, rest, VocabParallelHead.scale_of(count, rest), wanted)[1]
+            found = _sweep(*tensors, rest, VocabParallelHead.scale_of(count, rest), wanted)[1][:3]
         else:
             # Without the version counter: to autograd what it saved for a second backward stays as it was.
-            found = head.Gradients(*(None if g is None else g.data for g in ready))
+            first, second, third = (None if g is None else g.data for g in ready)
+            found = (first, second, third)
             ctx.returned = True
         return *(None if g is None else _scale_(g, dy) for g in found), None, None, None
 

@@ -11,7 +11,7 @@ from fastlayers.patching.measure.runs import arguments
 from fastlayers.patching.measure.traffic import bytes_saved
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.report import PatchReport
-from fastlayers.patching.rewrite.classes import become, is_folded
+from fastlayers.patching.rewrite.classes import become, is_folded, without_sharding
 from fastlayers.patching.rewrite.plan import (
     FilterFn,
     Pattern,
@@ -142,7 +142,7 @@ def patch_report(model: nn.Module, *, example_inputs: Any = None, details: bool 
     for step in plan.steps:
         pending = step.row.became is not None and not stays_patched(step.module)
         rows.append(left_alone(step.row, Refusal(Reason.NOT_SELECTED)) if pending else step.row)
-    report = PatchReport(tuple(rows), original_class(model).__name__, details=details)
+    report = PatchReport(tuple(rows), plan.report.model, details=details)
     return report if example_inputs is None else with_bytes(report, model, example_inputs)
 
 
@@ -165,7 +165,8 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for module in model.modules():
         forget(module)
-    originals = [(module, original_class(module)) for module in model.modules()]
+    with without_sharding(model.modules()):
+        originals = [(module, original_class(module)) for module in model.modules()]
     warn_of_stuck(model, restore(originals), stacklevel=2)
     return model
 

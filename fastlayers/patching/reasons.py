@@ -49,7 +49,7 @@ class Reason(str, Enum):
 
     # A place that looks fusable and is not
     UNKNOWN_LOSS = "its loss function is not one that is known"
-    UNKNOWN_HEAD = "the layer that computes the logits is not exactly an nn.Linear"
+    UNKNOWN_HEAD = "the layer that computes the logits is no linear layer of torch, peft or bitsandbytes"
     LOGITS_USED = "its forward uses the logits for more than the loss"
     USED_ELSEWHERE = "an intermediate result is used elsewhere"
     USED_BETWEEN = "an intermediate result is used before the last of the operations"

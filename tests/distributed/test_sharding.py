@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
-
-from .workers import RANKS, work
+from processes import run_in_processes
+from sharding_checks import RANKS, check_all
 
 
 @pytest.mark.slow
 def test_rules_on_four_processes(tmp_path):
-    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=RANKS)
+    run_in_processes(check_all, RANKS, tmp_path)

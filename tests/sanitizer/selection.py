@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 import fastlayers
 from fastlayers import backends, functional
+from fastlayers.ops import vocab_parallel
 from fastlayers.ops.low_rank import add_low_rank
 
 #: Samples that differ from others in their values launch the same kernels.
@@ -56,7 +57,9 @@ MORE = "more"
 WHOLE_BLOCKS = "whole blocks"
 
 #: Rows, and cases of that one, whose kernels read products of matrices.
-WITH_PRODUCTS = ("linear", "gated_linear", "linear_cross_entropy", "a patched block", "autocast", "pointwise")
+WITH_PRODUCTS = (
+    "linear", "gated_linear", "linear_cross_entropy", "topk", "a patched block", "autocast", "pointwise",
+)  # fmt: skip
 
 #: For each row, the kernels of csrc that its calls launch.
 CLAIMED: dict[str, tuple[str, ...]] = {
@@ -261,6 +264,20 @@ class Block(nn.Module):
         return x + self.gamma * y / (1 + y.square().mean(-1, keepdim=True)).sqrt()
 
 
+def run_sync_batch_norm(dtype: torch.dtype, device: str) -> None:
+    """What a process does between the collectives of FusedSyncBatchNormAct: channels that fill no block."""
+    from fastlayers.kernels import sync_batch_norm as kernels
+
+    for channels, processes in ((5, 3), (70, 1)):
+        x, residual, dy = (randn(4, channels, 6, 7, dtype=dtype, device=device) for _ in range(3))
+        weight = randn(channels, dtype=torch.float32, device=device)
+        sent = torch.cat((kernels.sync_batch_norm_statistics(x).view(-1), torch.tensor([168.0], device=device)))
+        (mean, var, _), _ = kernels.sync_batch_norm_merge(sent.expand(processes, -1).contiguous())
+        _, stats, bits = kernels.sync_batch_norm_normalize(x, mean, var, weight, weight, 1e-5, residual, 1, True)
+        means, _, _ = kernels.sync_batch_norm_sums(dy, x, weight, weight, stats, None, bits, 1)
+        kernels.sync_batch_norm_gradient(dy, x, weight, weight, stats, means, None, bits, 1, True)
+
+
 def run_patched(dtype: torch.dtype, device: str) -> None:
     """A patched block; its first call is recorded, and the others run its region."""
     torch.manual_seed(0)
@@ -275,6 +292,22 @@ def run_adapter(dtype: torch.dtype, device: str) -> None:
     a, b = (randn(*shape, dtype=torch.float32, device=device).requires_grad_() for shape in ((5, 130), (197, 5)))
     out = add_low_rank(y, x, a, b, 0.5)
     torch.autograd.grad(out, (x, y, a, b), torch.ones_like(out))
+
+
+def run_topk(dtype: torch.dtype, device: str) -> None:
+    """Rows that fill no block, and k that fills no power of two."""
+    for columns, k, options in ((37, 1, {}), (4099, 5, {"log_prob": True}), (9001, 16, {"softcap": 3.0})):
+        x, weight = randn(19, 16, dtype=dtype, device=device), randn(columns, 16, dtype=dtype, device=device)
+        functional.linear_topk(x, weight, k, chunk_size=8, **options)
+
+
+def run_shard(dtype: torch.dtype, device: str) -> None:
+    """Of a vocabulary that is spread over ranks; rows that fill no block."""
+    for columns, smoothing in ((37, 0.0), (9001, 0.1)):
+        x, target = randn(5, columns, dtype=dtype, device=device), torch.arange(0, 5 * columns, columns, device=device)
+        lse, _, share = vocab_parallel._shard(x, target, columns, 2.0, smoothing > 0)
+        options = vocab_parallel.Options(None, columns, 0, smoothing, 2.0, 1e-3)
+        vocab_parallel._shard_backward(lse, x, target, lse, share, columns, options)
 
 
 def more() -> Iterator[Case]:
@@ -294,6 +327,12 @@ def more() -> Iterator[Case]:
         yield Case(MORE, "a patched block", dtype, None, lambda device, dtype=dtype: run_patched(dtype, device))
     yield Case(MORE, "autocast", f32, "cuda", lambda device: run_under_autocast(f32, device))
     yield Case(MORE, "pointwise", bf16, "triton", lambda device: run_pointwise(bf16, device))
+    for dtype in DTYPES:
+        yield Case(MORE, "topk", dtype, "triton", lambda device, dtype=dtype: run_topk(dtype, device))
+        yield Case(MORE, "shard", dtype, "triton", lambda device, dtype=dtype: run_shard(dtype, device))
+        yield Case(
+            MORE, "sync_batch_norm", dtype, "triton", lambda device, dtype=dtype: run_sync_batch_norm(dtype, device)
+        )
     for dtype in (torch.float16, bf16):
         yield Case(MORE, "an adapter", dtype, "triton", lambda device, dtype=dtype: run_adapter(dtype, device))
 

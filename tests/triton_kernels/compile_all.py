@@ -41,6 +41,9 @@ from fastlayers.kernels import (
     rotary,
     softmax,
     squeeze_excite,
+    sync_batch_norm,
+    topk,
+    vocab_parallel,
 )
 from fastlayers.kernels import residual as joints
 
@@ -352,6 +355,20 @@ def test_batch_norm(compiled, last, dtype):
     assert NORMS <= set(compiled) <= NORMS | {"_normalise_flat"}
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sync_batch_norm(compiled, dtype):
+    x = meta(*IMAGES[0], dtype=dtype)
+    channels, wide = IMAGES[0][1], F64 if dtype == F64 else F32
+    weight = meta(channels, dtype=wide)
+    sync_batch_norm.sync_batch_norm_statistics(x)
+    for processes in (2, 8, 1000):
+        sync_batch_norm.sync_batch_norm_merge(meta(processes, 2 * channels + 1, dtype=wide))
+    y, stats, bits = sync_batch_norm.sync_batch_norm_normalize(x, weight, weight, weight, weight, 1e-5, x, 1, True)
+    means, _, _ = sync_batch_norm.sync_batch_norm_sums(y, x, weight, weight, stats, None, bits, 1)
+    sync_batch_norm.sync_batch_norm_gradient(y, x, weight, weight, stats, means, None, bits, 1, True)
+    assert set(compiled) == NORMS | {"_merge"}
+
+
 #: (shape, groups): in the registers, and not.
 GROUPS = [((8, 320, 64, 64), 32), ((8, 640, 16, 16), 32), ((4, 128, 512, 512), 32), ((2, 96, 7, 7), 96), ((64, 512), 8)]
 
@@ -467,3 +484,23 @@ def test_response_norm(compiled, dtype):
             y, norm = response_norm.response_norm_forward(x, parameter, parameter, 1e-6, last, dtype)
             response_norm.response_norm_backward(y, x, parameter, norm, 1e-6, last)
     assert set(compiled) == {"_spatial_sum", "_factors", "_gradients", "_apply", "_sum_rows"}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_topk(compiled, dtype):
+    for columns, stride in ((131072, 131072), (50257, 50304)):
+        for k, softcap, log_prob in itertools.product((1, 8, 16), (0.0, 30.0), (False, True)):
+            topk.topk_chunk(meta(896, stride, dtype=dtype), k, softcap, log_prob, columns)
+    assert set(compiled) == {"_topk"}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_vocab_parallel(compiled, dtype):
+    target, lse = meta(8192, dtype=torch.int64), meta(8192, dtype=F32)
+    for columns in (64128, 25129):
+        logits = meta(8192, columns, dtype=dtype)
+        for softcap, smoothing in itertools.product((0.0, 30.0), (0.0, 0.1)):
+            vocab_parallel.shard(logits, target, softcap, columns, smoothing > 0)
+            share = lse if smoothing else None
+            vocab_parallel.shard_backward(lse, logits, target, lse, share, softcap, smoothing, 1e-4, columns, -100)
+    assert set(compiled) == {"_shard", "_gradient"}

@@ -11,7 +11,8 @@ import inspect
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,9 +37,11 @@ __all__ = [
     "is_folded",
     "is_fused",
     "is_patched",
+    "is_sharded",
     "seal",
     "shown_name",
     "swap_class",
+    "without_sharding",
     "working",
 ]
 
@@ -76,8 +79,9 @@ def absorbed_by(classes: dict[nn.Module, type[nn.Module]]) -> dict[nn.Module, nn
 
 def working(model: nn.Module) -> list[nn.Module]:
     """The modules in whose forward something is fused, without those that :func:`absorbed_by` finds."""
-    absorbed = absorbed_by({module: type(module) for module in model.modules()})
-    return [module for module in model.modules() if is_fused(module) and module not in absorbed]
+    with without_sharding(model.modules()):
+        absorbed = absorbed_by({module: type(module) for module in model.modules()})
+        return [module for module in model.modules() if is_fused(module) and module not in absorbed]
 
 
 def is_folded(module: nn.Module) -> bool:
@@ -112,6 +116,39 @@ def become(module: nn.Module, cls: type[nn.Module]) -> bool:
         vars(module)[name] = types.MethodType(cls.forward, module)
     object.__setattr__(module, "__class__", cls)  # Not by a __setattr__ of the user's.
     return True
+
+
+def is_sharded(cls: type[nn.Module]) -> bool:
+    """Whether FSDP2 (``fully_shard`` or ``replicate``) made a class. Its second base is the class that FSDP2 found."""
+    return len(cls.__bases__) == 2 and any(base.__name__ == "FSDPModule" for base in cls.__bases__[0].__mro__)
+
+
+def sharded_class(sharded: type[nn.Module], inside: type[nn.Module]) -> type[nn.Module]:
+    """The class that FSDP2 makes, or would make, of ``inside`` in the way in which it made ``sharded``."""
+    wrapper, before = sharded.__bases__
+    for cls in (sharded, *inside.__subclasses__()):
+        if cls.__bases__ == (wrapper, inside):
+            return cls
+    members = {name: vars(sharded)[name] for name in ("__deepcopy__", "__module__")}
+    return type(sharded.__name__.removesuffix(before.__name__) + inside.__name__, (wrapper, inside), members)
+
+
+@contextmanager
+def without_sharding(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Modules have the classes that FSDP2 found, and afterwards FSDP2's classes of those that they have by then.
+
+    FSDP2 shards a module by a class that it derives from the module's own. Everything else about it, the parameters and
+    the hooks, does not depend on which class that was.
+    """
+    sharded = [(module, type(module)) for module in modules if is_sharded(type(module))]
+    try:
+        for module, cls in sharded:
+            object.__setattr__(module, "__class__", cls.__bases__[1])
+        yield
+    finally:
+        for module, cls in sharded:
+            if not is_sharded(type(module)):
+                object.__setattr__(module, "__class__", sharded_class(cls, type(module)))
 
 
 def wrapped(function: Any) -> Iterator[Any]:

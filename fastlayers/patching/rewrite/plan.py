@@ -12,7 +12,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -35,8 +35,10 @@ from fastlayers.patching.rewrite.classes import (
     check_subclassing,
     is_folded,
     is_patched,
+    is_sharded,
     shown_name,
     swap_class,
+    without_sharding,
 )
 from fastlayers.patching.rewrite.engine import Fused
 from fastlayers.patching.rewrite.forwards import fuse
@@ -158,11 +160,18 @@ def make_plan(
     filter_fn: FilterFn | None = None,
     folding: bool = False,
 ) -> Plan:
-    plan_one: Callable[..., Step] = plan_folding if folding else partial(plan_module, outcomes=Outcomes())
-    done = is_folded if folding else stays_patched
+    """What :func:`patch_model` or, if ``folding``, :func:`fold_batch_norm` is to do with every module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     selection = Selection(include, exclude, filter_fn)
+    # Folded weights are computed from whole parameters: what FSDP2 has sharded is not folded.
+    with nullcontext() if folding else without_sharding(model.modules()):
+        return plan_steps(model, selection, folding)
+
+
+def plan_steps(model: nn.Module, selection: Selection, folding: bool) -> Plan:
+    plan_one: Callable[..., Step] = plan_folding if folding else partial(plan_module, outcomes=Outcomes())
+    done = is_folded if folding else stays_patched
     by_name = dict(model.named_modules(remove_duplicate=False))
     names: dict[int, list[str]] = {}
     for name, module in by_name.items():
@@ -388,7 +397,7 @@ def refuse_kind(module: nn.Module) -> None:
         raise Refusal(Reason.GRAPH_MODULE)
     if package.startswith(QUANTIZED) and type(module).__name__ != "FloatFunctional":  # It adds, until it is converted.
         raise Refusal(Reason.QUANTIZED)
-    if package.startswith(WRAPPERS) or any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
+    if package.startswith(WRAPPERS) or is_sharded(type(module)):
         raise Refusal(Reason.WRAPPER, type(module).__name__)
     if "forward" in module.__dict__ and not called_by_class(module):
         raise Refusal(Reason.FORWARD_REPLACED)
@@ -438,10 +447,11 @@ def swap(plan: Plan) -> list[tuple[nn.Module, type[nn.Module]]]:
     """Give the modules of a plan their classes, and return those that changed, with the classes that they had."""
     changed = []
     try:
-        for step in plan.steps:
-            if step.cls is not None:
-                changed.append((step.module, type(step.module)))
-                become(step.module, step.cls)
+        with without_sharding(step.module for step in plan.steps):
+            for step in plan.steps:
+                if step.cls is not None:
+                    changed.append((step.module, type(step.module)))
+                    become(step.module, step.cls)
     except BaseException:  # an interrupt, too
         restore(changed)
         raise
@@ -449,17 +459,19 @@ def swap(plan: Plan) -> list[tuple[nn.Module, type[nn.Module]]]:
 
 
 def stays_patched(module: nn.Module) -> bool:
-    """Whether a module is patched, even if FSDP or a parametrization has changed its class again since."""
+    """Whether a module is patched, even if a parametrization, say, has changed its class again since."""
     return hasattr(type(module), "__fastlayers_original__")
 
 
 def restore(changed: Iterable[tuple[nn.Module, type[nn.Module]]]) -> list[nn.Module]:
     """Undo :func:`swap`, and return the modules where that is impossible."""
-    return [
-        module
-        for module, before in changed
-        if stays_patched(module) and not (is_patched(module) and become(module, before))
-    ]
+    changed = list(changed)
+    with without_sharding(module for module, _ in changed):
+        return [
+            module
+            for module, before in changed
+            if stays_patched(module) and not (is_patched(module) and become(module, before))
+        ]
 
 
 def warn_of_stuck(model: nn.Module, stuck: list[nn.Module], stacklevel: int) -> None:
@@ -467,7 +479,7 @@ def warn_of_stuck(model: nn.Module, stuck: list[nn.Module], stacklevel: int) -> 
     names = [name or "(model)" for name, module in model.named_modules() if module in stuck]
     if names:
         message = (
-            f"the class of {', '.join(names)} was changed again after patching (FSDP, parametrizations?), or a wrapper "
+            f"the class of {', '.join(names)} was changed again after patching (parametrizations?), or a wrapper "
             "was put around its forward; it stays patched"
         )
         warnings.warn(message, PatchWarning, stacklevel=stacklevel + 1)
@@ -506,12 +518,14 @@ def unpatched(model: nn.Module) -> Iterator[nn.Module]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    changed = [(module, type(module)) for module in model.modules() if is_patched(module)]
-    stuck = [module for module, _ in changed if not become(module, original_class(module))]
+    with without_sharding(model.modules()):
+        changed = [(module, type(module)) for module in model.modules() if is_patched(module)]
+        stuck = [module for module, _ in changed if not become(module, original_class(module))]
     warn_of_stuck(model, stuck, stacklevel=3)
     try:
         yield model
     finally:
-        for module, cls in changed:
-            if type(module) is cls.__fastlayers_original__:  # type: ignore[attr-defined]  # A tool may have given it another one.
-                become(module, cls)
+        with without_sharding(module for module, _ in changed):
+            for module, cls in changed:
+                if type(module) is cls.__fastlayers_original__:  # type: ignore[attr-defined]  # A tool may have given it another one.
+                    become(module, cls)

@@ -55,10 +55,10 @@ class Taken(list[Tensor]):
 
 
 class Lazy(NamedTuple):
-    """Logits that are computed when somebody uses them, and the tensor that they are computed from."""
+    """Logits that are computed when somebody uses them, and the tensors of a call that they are computed from."""
 
     recipe: Recipe
-    source: Place | View
+    sources: list[Place | View]
 
 
 class Argument(NamedTuple):
@@ -91,7 +91,7 @@ def take_apart(value: Any, tensors: Taken, inside: bool = False) -> Any:
     """
     if isinstance(value, LazyTensor) and value.recipe is not None:
         tensors.lazy = True
-        return Lazy(value.recipe, place(value.source, tensors))
+        return Lazy(value.recipe, [place(t, tensors) for t in value.sources])
     if isinstance(value, Tensor):
         return place(value, tensors)
     if is_value(value):
@@ -171,7 +171,7 @@ def put_together(parts: Any, tensors: Sequence[Tensor], arguments: Any = (), mad
         leaves = [put_together(leaf, tensors, arguments, made) for leaf in parts.leaves]
         return pytree.tree_unflatten(leaves, parts.spec)
     if isinstance(parts, Lazy):
-        return lazy(parts.recipe, put_together(parts.source, tensors))
+        return lazy(parts.recipe, [put_together(source, tensors) for source in parts.sources])
     if isinstance(parts, Argument):
         return functools.reduce(operator.getitem, parts.keys, arguments)
     if isinstance(parts, Made):

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from fastlayers.ops.quantized import quantized
 from fastlayers.patching.reasons import PatchWarning
 
-__all__ = ["LATE", "LazyTensor", "Recipe", "can_be_lazy", "lazy"]
+__all__ = ["LATE", "Head", "LazyTensor", "Recipe", "can_be_lazy", "lazy"]
 
 aten = torch.ops.aten
 #: What a warning says, which Python shows once.
@@ -25,8 +26,51 @@ def how_to_keep(head: str) -> str:
     return f"patch_model(model, exclude={head!r}) computes them first, and the loss from them"
 
 
+class Head(NamedTuple):
+    """The layer that computes logits, as the factors of its products that do not depend on the input.
+
+    Attributes:
+        weight: (C, H); it may be quantised, as :mod:`fastlayers.ops.quantized` knows it.
+        bias: (C,) or None.
+        thin: of each adapter the factor (C, R) of its product, which is added to the result.
+        dtype: what the layer casts its input to; its result is cast back. None where it casts neither.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    thin: tuple[Tensor, ...]
+    dtype: torch.dtype | None
+
+    @property
+    def classes(self) -> int:
+        weights = self.weight if self.dtype is None else quantized(self.weight) or self.weight
+        return weights.shape[0]
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What autograd may keep: not a quantised weight, which hooks on saved tensors would part from its scales."""
+        weight = self.weight if quantized(self.weight) is None else None
+        return weight, self.bias, *self.thin
+
+    def product(self, hidden: Tensor, adapted: Sequence[Tensor], *tensors: Tensor | None) -> Tensor:
+        """The result of the layer, from :attr:`tensors` in the place of its own.
+
+        ``adapted`` is the other factor of each adapter's product.
+        """
+        weight, bias, *thin = tensors
+        rows = hidden if self.dtype is None else hidden.to(self.dtype)
+        if weight is None:
+            weight = quantized(self.weight).whole(rows.dtype)  # type: ignore[union-attr]
+        bias = bias if bias is None or self.dtype is None else bias.to(self.dtype)
+        logits = F.linear(rows, weight, bias)
+        logits = logits if self.dtype is None else logits.to(hidden.dtype)
+        for x, factor in zip(adapted, thin, strict=True):
+            logits = (logits + F.linear(x, factor)).to(logits.dtype)  # type: ignore[arg-type]
+        return logits
+
+
 class Recipe(NamedTuple):
-    """How the values are computed: by a linear layer, and by what the forward does with its result.
+    """How the values are computed: by a layer, and by what the forward does with its result.
 
     Attributes:
         head: the layer.
@@ -35,23 +79,24 @@ class Recipe(NamedTuple):
         autocast: the dtype that autocast gave the layer; None without autocast.
     """
 
-    head: nn.Linear
+    head: Head
     name: str
     finish: Callable[[Tensor], Tensor]
     autocast: torch.dtype | None
 
-    def run(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        given = [None if t is None else t.to(self.dtype_of(t)) for t in (hidden, weight, bias)]
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.finish(F.linear(*given))  # type: ignore[arg-type]
-
-    def dtype_of(self, t: Tensor) -> torch.dtype:
-        return t.dtype if self.autocast is None or t.dtype is torch.float64 else self.autocast
+    def run(self, *given: Any) -> Tensor:
+        """``given``: the hidden states, what adapters make of them, and the tensors of the layer."""
+        hidden, adapted, tensors = given[0], given[1 : len(self.head.thin) + 1], given[len(self.head.thin) + 1 :]
+        dtype = self.autocast
+        with torch.autocast(hidden.device.type, dtype, enabled=dtype is not None, cache_enabled=False):
+            product = self.head.product(hidden, adapted, *tensors)
+        return self.finish(product)
 
     def like(self, hidden: Tensor) -> Tensor:
         """The shape and the dtype of the logits."""
-        shape = (*hidden.shape[:-1], self.head.out_features)
-        return self.finish(torch.empty(shape, dtype=self.dtype_of(hidden), device="meta"))
+        cast = self.autocast is not None and self.head.dtype is None and hidden.dtype is not torch.float64
+        shape = (*hidden.shape[:-1], self.head.classes)
+        return self.finish(torch.empty(shape, dtype=self.autocast if cast else hidden.dtype, device="meta"))
 
 
 def can_be_lazy() -> bool:
@@ -59,22 +104,26 @@ def can_be_lazy() -> bool:
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
-def lazy(recipe: Recipe, hidden: Tensor) -> Tensor:
-    """The logits of the inputs of a layer, which are differentiable as if they had been computed."""
-    weight, bias = recipe.head.weight, recipe.head.bias
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, weight, bias) if t is not None):
-        return Lazily.apply(recipe, hidden, weight, bias)  # type: ignore[no-any-return]
-    return of_layer(recipe, hidden, weight, bias)
+def lazy(recipe: Recipe, sources: Sequence[Tensor]) -> Tensor:
+    """The logits of a layer, which are differentiable as if they had been computed.
+
+    ``sources`` are the tensors of this call: the inputs of the layer, and what its adapters make of them.
+    """
+    given = (*sources, *recipe.head.tensors)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given if t is not None):
+        return Lazily.apply(recipe, *given)  # type: ignore[no-any-return]
+    return of_layer(recipe, *given)
 
 
-def of_layer(recipe: Recipe, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LazyTensor:
+def of_layer(recipe: Recipe, *given: Tensor | None) -> LazyTensor:
     def compute() -> Tensor:
         warnings.warn(f"{LATE}; if most steps use them, {how_to_keep(recipe.name)}", PatchWarning, stacklevel=2)
-        return recipe.run(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
+        return recipe.run(*(None if t is None else t.detach() for t in given))
 
-    values = Values(compute, [t for t in (hidden, weight, bias) if t is not None], recipe.name)
-    made = LazyTensor(values, recipe.like(hidden))
-    made.recipe, made.source = recipe, hidden
+    sources: Any = given[: len(recipe.head.thin) + 1]
+    present = [t for t in (*given, recipe.head.weight) if t is not None]
+    made = LazyTensor(Values(compute, present, recipe.name), recipe.like(sources[0]))
+    made.recipe, made.sources = recipe, sources
     return made
 
 
@@ -134,7 +183,7 @@ class LazyTensor(Tensor):
 
     _lazy_values: Values
     recipe: Recipe | None
-    source: Tensor
+    sources: tuple[Tensor, ...]
 
     @staticmethod
     def __new__(cls, values: Values, like: Tensor) -> LazyTensor:

@@ -1,7 +1,8 @@
 """The losses of models of transformers: ``model.loss_function``, the head and its loss, losses inside of a forward.
 
 The forward of such a model is compiled again from its own source (:mod:`fastlayers.patching.capture.rebuild`), with its
-decorators around it. If it computes logits by a linear layer and passes them to ``self.loss_function``,
+decorators around it. If it computes logits by a linear layer, as :mod:`fastlayers.patching.libraries.heads` knows it,
+and passes them to ``self.loss_function``,
 
     logits = self.lm_head(hidden_states)
     loss = None
@@ -45,10 +46,11 @@ from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
 from fastlayers.patching.capture.syntax import parse
 from fastlayers.patching.ir.known_functions import canonical, source_of
 from fastlayers.patching.libraries.adapters import RewrittenModel
+from fastlayers.patching.libraries.heads import find, is_known
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import checks
 from fastlayers.patching.runtime.checks import hooked, original_class
-from fastlayers.patching.runtime.lazy import Recipe, can_be_lazy, lazy
+from fastlayers.patching.runtime.lazy import Head, Recipe, can_be_lazy, lazy
 
 __all__ = ["fuse_losses", "is_same", "pretrained_model", "stored"]
 
@@ -66,31 +68,54 @@ DEVICES = ("cuda", "cpu")
 
 
 class DeferredLogits(NamedTuple):
-    """The logits of a linear layer, not computed for the loss: softcap·tanh(scale·head(hidden)/softcap)."""
+    """The logits of a layer, not computed for the loss: softcap·tanh(scale·head(hidden)/softcap).
+
+    ``adapted`` is what each adapter of the layer makes of the hidden states.
+    """
 
     hidden: Tensor
-    head: nn.Linear
+    head: Head
     scale: float
     softcap: float | None
+    adapted: tuple[Tensor, ...] = ()
 
     @property
     def device(self) -> torch.device:
         return self.hidden.device
 
+    @property
+    def rows(self) -> Tensor:
+        """The hidden states in the dtype that the layer computes in."""
+        rows = self.hidden.reshape(-1, self.hidden.shape[-1])
+        return rows if self.head.dtype is None else rows.to(self.head.dtype)
+
     def compute(self) -> Tensor:
-        logits: Tensor = self.head(self.hidden) * self.scale
+        logits = self.head.product(self.hidden, self.adapted, *self.head.tensors) * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def view(self, rows: int, columns: int) -> DeferredLogits | Tensor:
         """The logits as rows, as a loss takes them."""
-        return self if columns == self.head.weight.shape[0] else self.compute().view(rows, columns)
+        return self if columns == self.head.classes else self.compute().view(rows, columns)
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Tensor:
-        rows, (weight, bias) = self.hidden.reshape(-1, self.hidden.shape[-1]), (self.head.weight, self.head.bias)
-        options |= {"softcap": self.softcap, "logit_scale": self.scale}
+        rows, bias = self.rows, self.head.bias
+        options |= {"softcap": self.softcap, "logit_scale": self.scale, "low_rank": self.low_rank(rows)}
+        if bias is not None and self.head.dtype is not None:
+            bias = bias.to(self.head.dtype)
         if target.is_floating_point():  # probabilities, of which none is ignored
             options.pop("ignore_index", None)
-        return functional.linear_cross_entropy(rows, weight, target, linear_bias=bias, **options)
+        return functional.linear_cross_entropy(rows, self.head.weight, target, linear_bias=bias, **options)
+
+    def low_rank(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The products of all adapters as one. Adapters in 16 bits beside a layer in another dtype are cast to that."""
+        if not self.adapted:
+            return None
+        pairs = list(zip(self.adapted, self.head.thin, strict=True))
+        x, thin = pairs[0] if len(pairs) == 1 else (torch.cat(factors, -1) for factors in zip(*pairs, strict=True))
+        x = x.reshape(-1, x.shape[-1])
+        if torch.is_autocast_enabled(rows.device.type) or thin.dtype is torch.float32:
+            return x, thin
+        return x.to(rows.dtype), thin.to(rows.dtype)
 
 
 Logits: TypeAlias = Tensor | DeferredLogits
@@ -102,7 +127,9 @@ class DeferringCrossEntropyLoss(FusedCrossEntropyLoss):
     def forward(self, input: Logits, target: Tensor) -> Tensor:
         if not isinstance(input, DeferredLogits):
             return super().forward(input, target)
-        return input.cross_entropy(target, ignore_index=self.ignore_index)
+        loss = input.cross_entropy(target, ignore_index=self.ignore_index)
+        # As of logits in the dtype of the hidden states, also if the layer computes in another one.
+        return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.hidden.dtype)
 
 
 @dataclass(frozen=True)
@@ -136,21 +163,17 @@ def defer(
             return None
         arguments.append((split.argument, head))
         head = head._modules[split.child]  # type: ignore[assignment]
-    if not isinstance(head, nn.Linear) or not checks.plain(head, nn.Linear) or not checks.no_hooks(head):
+    if type(hidden) is not Tensor or hidden.device.type not in DEVICES:
         return None
-    if type(head.weight) not in (Tensor, nn.Parameter) or type(hidden) is not Tensor:  # DTensors, quantised weights
+    found = find(head, hidden)
+    if found is None or not isinstance(scale, int | float):
         return None
-    if not isinstance(scale, int | float) or not (
-        softcap is None or (isinstance(softcap, int | float) and softcap > 0)
-    ):
-        return None
-    if hidden.device.type not in DEVICES or head.weight.device != hidden.device:
-        return None
-    if head.weight.dtype is not hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
+    if not (softcap is None or (isinstance(softcap, int | float) and softcap > 0)):
         return None
     for argument, outer in arguments:
         hidden = argument(outer, hidden)
-    return DeferredLogits(hidden, head, float(scale), softcap)
+    adapted = tuple(adapter(hidden) for adapter in found.adapters)
+    return DeferredLogits(hidden, found.head, float(scale), softcap, adapted)
 
 
 def later(logits: DeferredLogits, finish: Callable[[Tensor], Tensor], name: str) -> Tensor | None:
@@ -159,7 +182,7 @@ def later(logits: DeferredLogits, finish: Callable[[Tensor], Tensor], name: str)
         return None
     kind = logits.hidden.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return lazy(Recipe(logits.head, name, finish, autocast), logits.hidden)
+    return lazy(Recipe(logits.head, name, finish, autocast), (logits.hidden, *logits.adapted))
 
 
 def float32_result(x: Tensor) -> Any:
@@ -220,7 +243,7 @@ def token_loss(
 ) -> Tensor:
     """:func:`fixed_cross_entropy` of logits as if they were float32, without a copy of them in float32."""
     if isinstance(source, DeferredLogits):
-        scores, cross_entropy = source.hidden, source.cross_entropy
+        scores, cross_entropy = source.rows, source.cross_entropy
     else:
         scores = source if type(source) is Tensor and source.device.type in DEVICES else source.float()
         cross_entropy = functools.partial(functional.cross_entropy, scores)
@@ -708,7 +731,7 @@ def check_head(module: nn.Module, path: str, excluded: frozenset[str]) -> dict[t
         if hooked(head):
             raise Refusal(Reason.HOOKED_CHILD, path)
         cls = original_class(head)
-        if cls is nn.Linear:
+        if is_known(head):
             return splits
         split = split_of(cls) if cls not in splits else None
         if split is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import logging
 import warnings
@@ -11,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sharding_cases import CASES, Case
+from sharding_models import check_llama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -18,9 +19,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from fastlayers import backends
 from fastlayers import functional as F
 from fastlayers.ops import sharding, vocab_parallel_head
-
-from .cases import CASES, Case
-from .models import check_llama
 
 RANKS = 4
 
@@ -245,14 +243,9 @@ def check_compile(mesh: DeviceMesh) -> None:
     torch.testing.assert_close([whole(g) for g in ours], [whole(g) for g in theirs])
 
 
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def check_all(rank: int) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS,
-        timeout=datetime.timedelta(seconds=60),
-    )  # fmt: skip
     flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     check_fallbacks(flat)
     check_dropout(flat)
@@ -261,5 +254,3 @@ def work(rank: int, folder: str) -> None:
     check_compile(flat)
     check_llama(flat)
     run_cases([flat, square])
-    dist.barrier()  # threads of gloo let go of the last tensors; one that does so when Python ends aborts the process
-    dist.destroy_process_group()
