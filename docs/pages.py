@@ -167,6 +167,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
                 {"Fine-tuning": "fine-tuning.md"},
                 {"Using other tools": "tools.md"},
                 {"CUDA graphs": "graphs.md"},
+                {"Sharded tensors": "distributed.md"},
                 {"Backends": "backends.md"},
                 {"Building": "build.md"},
                 {"Compatibility": "compatibility.md"},

@@ -34,6 +34,7 @@ from fastlayers.ops import preference as _preference
 from fastlayers.ops import residual as _residual
 from fastlayers.ops import response_norm as _response_norm
 from fastlayers.ops import rotary as _rotary
+from fastlayers.ops import sharding as _sharding  # noqa: F401  (its rules answer calls on DTensors)
 from fastlayers.ops import softmax as _softmax
 from fastlayers.ops import squeeze_excite as _squeeze_excite
 from fastlayers.ops import vocab_parallel as _vocab_parallel
@@ -1144,12 +1145,12 @@ def linear_cross_entropy(
     Args:
         input: (H,) or (N, H), as in torch, or (..., H).
         linear_weight: (C, H) in the input's dtype, under autocast in any. It may be tied, for example to an embedding.
-            A sharded one (a DTensor, as FSDP2 has it outside of the forward that it wraps) is refused. For a
-            K-dimensional loss (C, d1, ..., dK, H), with an input of (N, H) and the whole logits in memory. A frozen one
-            may be quantised: bitsandbytes' ``Params4bit`` or ``Int8Params``, or any tensor with a ``dequantize()`` like
-            torchao's. The products are those of the dequantised weight, whatever else its library does to an input. An
-            eighth of the classes at a time is dequantised, twice a chunk; all of them at once under torch.compile, in
-            the composition, and of a type that has no slices of rows.
+            A sharded one (a DTensor, as FSDP2 has it outside of the forward that it wraps) is refused beside a plain
+            input. For a K-dimensional loss (C, d1, ..., dK, H), with an input of (N, H) and the whole logits in memory.
+            A frozen one may be quantised: bitsandbytes' ``Params4bit`` or ``Int8Params``, or any tensor with a
+            ``dequantize()`` like torchao's. The products are those of the dequantised weight, whatever else its library
+            does to an input. An eighth of the classes at a time is dequantised, twice a chunk; all of them at once
+            under torch.compile, in the composition, and of a type that has no slices of rows.
         target: (...), classes as int64; (N, d1, ..., dK) for a K-dimensional loss. One that is out of range raises an
             IndexError on a CPU and is a device-side assert on a GPU, as in torch. Or probabilities, (..., C) or
             (N, C, d1, ..., dK), with the logits in memory as the probabilities are.

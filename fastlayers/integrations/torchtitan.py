@@ -2,8 +2,8 @@
 
     --override.imports fastlayers.integrations.torchtitan.rms_norm fastlayers.integrations.torchtitan.feed_forward
 
-The modules have the parameters, the state dict and the sharding of those that they replace. DTensors, as with tensor
-parallelism, are computed by torch.
+The modules have the parameters, the state dict and the sharding of those that they replace. Of DTensors, as with tensor
+parallelism, each rank computes its shard.
 """
 
 from __future__ import annotations

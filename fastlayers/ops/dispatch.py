@@ -60,6 +60,16 @@ def is_plain(t: object) -> TypeGuard[Tensor]:
     return type(t) in PLAIN
 
 
+def is_dtensor(t: object) -> bool:
+    """Whether ``t`` is a DTensor. By its name: torch.distributed.tensor need not be imported."""
+    return type(t).__name__ == "DTensor"
+
+
+#: ``answer_sharded(function, *args)``: what the rule of a reference makes of a call whose first argument is a DTensor;
+#: None where the reference has to be called. :mod:`fastlayers.ops.sharding`, which knows all ops, puts it here.
+answer_sharded: Callable[..., Any] = lambda function, *args: None  # noqa: E731
+
+
 def must_decompose() -> bool:
     """Whether ops must consist of torch ops now: under a functorch transform, forward-mode AD or a jit trace."""
     return _transforms_active() or forward_ad._current_level >= 0 or _is_tracing()
@@ -104,9 +114,16 @@ def _compiled(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def call_reference(function: Callable[..., R], *args: Any) -> R:
-    """``function(*args)`` for a function of :mod:`fastlayers.ops.reference`, compiled where that backend is forced."""
+    """``function(*args)`` for a function of :mod:`fastlayers.ops.reference`, compiled where that backend is forced.
+
+    DTensors get what :data:`answer_sharded` has for them.
+    """
     if torch.compiler.is_compiling():
         return function(*args)
+    if type(args[0]) not in PLAIN and is_dtensor(args[0]):
+        found = answer_sharded(function, *args)
+        if found is not None:
+            return found
     if backends.get_backend() == "compile" and not must_decompose():
         return _compiled(function)(*args)
     try:
@@ -234,7 +251,8 @@ class Family(Generic[K]):
         if type(x) not in PLAIN:
             if not isinstance(x, Tensor | int | float | complex):
                 raise expected_tensor(x)
-            backends.refuse(f"it takes plain tensors, and got {type(x).__name__}")
+            if not is_dtensor(x):  # the rules for these come with the reference
+                backends.refuse(f"it takes plain tensors, and got {type(x).__name__}")
             return None
         if must_decompose():
             backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
@@ -435,7 +453,7 @@ graph_holds_csrc._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def graph_keeps_kernel(x: Tensor) -> bool:
     """Whether a graph that torch.compile makes may hold a kernel as an opaque op. An exported one may not."""
     # The flag itself: within Dynamo, torch 2.11 answers is_exporting() with True under torch.compile as well.
-    return x.is_cuda and not torch.compiler._is_exporting_flag and _has_gpu_kernels()
+    return x.is_cuda and not torch.compiler._is_exporting_flag and not is_dtensor(x) and _has_gpu_kernels()
 
 
 # ---- an op as autograd, graphs and regions take it -------------------------------------------------------------------

@@ -497,7 +497,7 @@ def is_chunked(leaves: Leaves, target: Tensor | None, rest: Rest, weight: Tensor
     """
     compiling, forced, input = torch.compiler.is_compiling(), backends.get_backend(), leaves.input
     if not compiling:
-        if forced in ("eager", "compile"):
+        if forced in ("eager", "compile") or dispatch.is_dtensor(input):  # the rules for these come with the reference
             return False
         if dispatch.must_decompose():
             backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")

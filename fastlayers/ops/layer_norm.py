@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -355,11 +356,21 @@ def rms_norm(
     return _cast(dispatch.call_reference(reference.rms_norm, x, shape, weight, eps, casting) if y is None else y, dtype)
 
 
+def _of_shards(function: Callable[..., Any], x: Tensor, *args: Any) -> tuple[Tensor, Tensor] | None:
+    """What a rule for DTensors answers, None where the sum is torch's."""
+    if type(x) in dispatch.PLAIN or not dispatch.is_dtensor(x) or torch.compiler.is_compiling():
+        return None
+    both: tuple[Tensor, Tensor] | None = dispatch.answer_sharded(function, x, *args)
+    return both
+
+
 def add_layer_norm(
     x: Tensor, residual: Tensor | None, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     both = _add_norm(x, residual, shape, weight, bias, eps, LAYER, dtype)
+    if both is None:
+        both = _of_shards(reference.add_layer_norm, x, residual, shape, weight, bias, eps, dtype)
     if both is None:
         s = x if residual is None else x + residual
         return layer_norm(s, shape, weight, bias, eps, dtype), s
@@ -371,6 +382,8 @@ def add_rms_norm(
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     both = _add_norm(x, residual, shape, weight, None, eps, _rms_kind(casting), dtype)
+    if both is None:
+        both = _of_shards(reference.add_rms_norm, x, residual, shape, weight, eps, casting, dtype)
     if both is None:
         s = x if residual is None else x + residual
         return rms_norm(s, shape, weight, eps, casting, dtype), s

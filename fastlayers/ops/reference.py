@@ -155,6 +155,24 @@ def rms_norm(x: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, 
     return (normalized if weight is None else normalized * (1.0 + weight.to(wide.dtype))).to(x.dtype)
 
 
+def add_layer_norm(
+    x: Tensor, residual: Tensor | None, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    s = x if residual is None else x + residual
+    y = layer_norm(s, shape, weight, bias, eps)
+    return y if dtype is None else y.to(dtype), s
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, shape: Shape, weight: Tensor | None, eps: float | None, casting: str,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    s = x if residual is None else x + residual
+    y = rms_norm(s, shape, weight, eps, casting)
+    return y if dtype is None else y.to(dtype), s
+
+
 def group_norm(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: str | None
 ) -> Tensor:

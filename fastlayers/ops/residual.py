@@ -93,13 +93,13 @@ def dropout_mask(seed: Tensor, shape: torch.Size, strides: tuple[int, ...], p: f
     return (words >= threshold(p)).as_strided(shape, strides)
 
 
-def draw_samples(x: Tensor, drop_path: float) -> tuple[Tensor, float]:
-    """(1 or 0 for each sample, the factor of the samples that are kept).
+def draw_samples(x: Tensor, drop_path: float, count: int) -> tuple[Tensor, float]:
+    """(1 or 0 for each of ``count`` samples, the factor of the samples that are kept).
 
     The same draw as timm's DropPath and torchvision's StochasticDepth make, so the same samples are dropped.
     """
     keep = 1.0 - drop_path
-    samples = x.new_empty(x.shape[0], dtype=dispatch.accumulator(x)).bernoulli_(keep)
+    samples = x.new_empty(count, dtype=dispatch.accumulator(x)).bernoulli_(keep)
     return samples, 1.0 / keep if keep > 0 else 1.0
 
 
@@ -149,11 +149,13 @@ def _unsupported_gamma(x: Tensor, gamma: object, residual: Tensor) -> str | None
 
 
 class DropoutAdd(dispatch.Pair, inputs=2):
-    """Keeps the seed."""
+    """Keeps the seed. ``shard`` is the number of this shard of a larger tensor, or 0."""
 
     @staticmethod
-    def forward(kernels: Kernels, needs: Needs, x: Tensor, residual: Tensor, p: float) -> Any:
+    def forward(kernels: Kernels, needs: Needs, x: Tensor, residual: Tensor, p: float, shard: int) -> Any:
         seed = draw_seed(x)
+        if shard:
+            seed.add_(shard)
         out = kernels.dropout_add(x, residual, p, seed, residual.dtype)
         return out, (seed,), (p, x.dtype, out.stride())
 
@@ -216,6 +218,25 @@ class ScaleAdd(dispatch.Pair, inputs=3):
         return (d if gamma is None else d * gamma).to(dtype), dgamma, dy
 
 
+def dropout_add_of_shard(kernels: Kernels, x: Tensor, residual: Tensor, p: float, shard: int) -> Tensor:
+    """dropout_add of one of the shards of a tensor. The masks of shards with different numbers are independent."""
+    out: Tensor = DropoutAdd.run(kernels, x, residual, p, shard)
+    return out
+
+
+def scale_add_of_kept(x: Tensor, gamma: Tensor | None, residual: Tensor, keep: Tensor, scale: float) -> Tensor:
+    """scale_add of samples that are kept where ``keep`` is 1, and then multiplied by ``scale``."""
+    kernels = FAMILY.kernels_for(x)
+    if kernels is not None and not _eager_is_faster(kernels, x, CPU_LEAST):
+        reason = unsupported(x, residual) or _unsupported_gamma(x, gamma, residual)
+        if reason is None:
+            out: Tensor = ScaleAdd.run(kernels, x, gamma, residual, keep, scale)
+            return out
+        backends.refuse(reason)
+    factor = (keep * scale).to(x.dtype).view(-1, *[1] * (x.dim() - 1))
+    return residual + (x if gamma is None else x * gamma) * factor
+
+
 #: Whether dropout_add draws torch's own masks, by torch's own kernel.
 _masks_of_torch = False
 
@@ -245,7 +266,7 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor
         if reason is None and 0.0 <= p <= 1.0:
             if not random:  # a sum, of zeros where p is 1
                 return ScaleAdd.run(kernels, x, None, residual, None, 0.0 if training and p == 1.0 else 1.0)
-            return DropoutAdd.run(kernels, x, residual, p)
+            return DropoutAdd.run(kernels, x, residual, p, 0)
         if reason is not None:
             backends.refuse(reason)
     return dispatch.call_reference(reference.dropout_add, x, residual, p, training)
@@ -264,7 +285,7 @@ def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, drop_path: floa
         if reason is None and drops and x.dim() == 0:
             reason = "x has no dimension of samples to drop"
         if reason is None:
-            keep, scale = draw_samples(x, drop_path) if drops else (None, 1.0)
+            keep, scale = draw_samples(x, drop_path, x.shape[0]) if drops else (None, 1.0)
             return ScaleAdd.run(kernels, x, gamma, residual, keep, scale)
         backends.refuse(reason)
     return dispatch.call_reference(reference.scale_add, x, gamma, residual, drop_path, training)

@@ -150,6 +150,8 @@ def squeeze(x: Tensor, mean: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor
     """``(mean(x), x)`` for a ``mean`` over space, (N, C, 1, 1); x as a link where :func:`excite` gains by it."""
     kernels = FAMILY.kernels_for(x)
     if kernels is None:
+        if dispatch.is_dtensor(x):
+            backends.refuse("it takes plain tensors, and got a DTensor")
         return mean(x), x
     reason = _unsupported(x)
     if reason is not None:

@@ -66,6 +66,42 @@ def _check_owned(owned: Tensor, target: Tensor) -> None:
         raise IndexError(f"Target {int(target[wrong][0])} is in {int(owned[wrong][0])} of the shards; expected one")
 
 
+def evaluate(rows: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The loss of each row, its log-sum-exp over all classes, and with label smoothing its share of each class. No
+    autograd."""
+    group, start, ignore_index, smoothing, softcap, z_loss = options
+    columns = rows.shape[1]
+    first = _first_class(options, columns)
+    kept = target != ignore_index
+    mine = kept & (target >= first) & (target < first + columns)
+    local, own, summed = _shard(rows, target, first, softcap, smoothing > 0)
+    greatest = torch.cat((local, own.new_full((1,), columns), own.new_full((1,), -columns)))
+    dist.all_reduce(greatest, dist.ReduceOp.MAX, group)
+    if start is None:
+        _check_widths(greatest[-2], -greatest[-1])
+    greatest = greatest[:-2]
+    terms = [torch.exp(local - greatest), torch.where(mine, own, 0.0), mine.to(own.dtype)]
+    if summed is not None:
+        terms += [summed, torch.full_like(own, columns)]
+    sums = torch.stack(terms)
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    _check_owned(torch.where(kept, sums[2], 1.0), target)
+    lse = greatest + sums[0].log()
+    losses = lse - sums[1]
+    share = None
+    if smoothing:
+        share = smoothing / sums[4]
+        losses = (1.0 - smoothing) * losses + smoothing * lse - share * sums[3]
+    if z_loss:
+        losses = losses + z_loss * lse.square()
+    return torch.where(kept, losses, 0.0), lse, share
+
+
+def gradient(dy: Tensor, rows: Tensor, target: Tensor, lse: Tensor, share: Tensor | None, options: Options) -> Tensor:
+    """The gradient of the rows, contiguous, for a gradient of each loss. No autograd."""
+    return _shard_backward(dy, rows, target, lse, share, _first_class(options, rows.shape[1]), options)
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """The losses of the rows, in float32 or float64.
 
@@ -74,36 +110,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: Options) -> Tensor:
-        group, start, ignore_index, smoothing, softcap, z_loss = options
-        columns = logits.shape[-1]
-        first = _first_class(options, columns)
         flat = target.reshape(-1)
-        rows = logits.detach().reshape(flat.shape[0], columns)
-        kept = flat != ignore_index
-        mine = kept & (flat >= first) & (flat < first + columns)
-        local, own, summed = _shard(rows, flat, first, softcap, smoothing > 0)
-        greatest = torch.cat((local, own.new_full((1,), columns), own.new_full((1,), -columns)))
-        dist.all_reduce(greatest, dist.ReduceOp.MAX, group)
-        if start is None:
-            _check_widths(greatest[-2], -greatest[-1])
-        greatest = greatest[:-2]
-        terms = [torch.exp(local - greatest), torch.where(mine, own, 0.0), mine.to(own.dtype)]
-        if summed is not None:
-            terms += [summed, torch.full_like(own, columns)]
-        sums = torch.stack(terms)
-        dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-        _check_owned(torch.where(kept, sums[2], 1.0), flat)
-        lse = greatest + sums[0].log()
-        losses = lse - sums[1]
-        share = None
-        if smoothing:
-            share = smoothing / sums[4]
-            losses = (1.0 - smoothing) * losses + smoothing * lse - share * sums[3]
-        if z_loss:
-            losses = losses + z_loss * lse.square()
+        losses, lse, share = evaluate(logits.detach().reshape(flat.shape[0], logits.shape[-1]), flat, options)
         ctx.save_for_backward(logits, target, lse, share)
         ctx.options = options
-        return torch.where(kept, losses, 0.0)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Gradients:
@@ -113,11 +124,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 " need the logits of the other ranks"
             )
         logits, target, lse, share = ctx.saved_tensors
-        columns = logits.shape[-1]
         flat = target.reshape(-1)
-        rows = logits.reshape(flat.shape[0], columns)
-        first = _first_class(ctx.options, columns)
-        return _shard_backward(dy, rows, flat, lse, share, first, ctx.options).view(logits.shape), None, None
+        rows = logits.reshape(flat.shape[0], logits.shape[-1])
+        return gradient(dy, rows, flat, lse, share, ctx.options).view(logits.shape), None, None
+
+
+def losses_of_rows(logits: Tensor, target: Tensor, options: Options) -> Tensor:
+    """The losses of the rows, in float32 or float64; 0 where the target is ignored."""
+    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, target, options)
+    return losses
 
 
 # ---- a shard ---------------------------------------------------------------------------------------------------------
@@ -206,7 +221,7 @@ def vocab_parallel_cross_entropy(
         out = torch.float32
     code = _reduction.get_enum(reduction)
     options = Options(group, vocab_start, ignore_index, label_smoothing, softcap or 0.0, z_loss)
-    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, target, options)
+    losses = losses_of_rows(logits, target, options)
     if code == NONE:
         return losses.view(target.shape).to(out)
     total = losses.sum()
