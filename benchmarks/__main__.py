@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import cpu_models, fine_tuning, losses, model_report, models, report
+from benchmarks import cpu_models, fine_tuning, losses, model_report, models, parallel, report
 from benchmarks.case import Case
 from benchmarks.cases import all_cases
 from benchmarks.implementations import TITLES
@@ -184,6 +184,22 @@ def run_fine_tuning(only: tuple[str, ...], out: Path, name: str) -> None:
     show(load(path))
 
 
+@main.command("parallel")
+@click.option(
+    "--only", multiple=True, type=click.Choice([job.kind for job in parallel.JOBS]), help="Only these; repeatable."
+)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True)
+@click.option("--name", default="parallel", show_default=True, help="The result file is NAME.json.")
+def run_parallel(only: tuple[str, ...], out: Path, name: str) -> None:
+    """Measure steps on two GPUs: tensor parallel, FSDP2, and the loss of a sharded vocabulary."""
+    if torch.cuda.device_count() < parallel.GPUS:
+        raise click.UsageError(f"it takes {parallel.GPUS} GPUs, and torch sees {torch.cuda.device_count()}")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}.json"
+    parallel.run(path, only, lambda line: click.echo(line, err=True))
+    show(load(path))
+
+
 @main.command("losses")
 @click.option("--steps", default=200, show_default=True, type=click.IntRange(min=1))
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True)
@@ -269,9 +285,11 @@ def show_and_draw(path: Path) -> None:
 
 def renderer(results: dict[str, Any]) -> Any:
     """Return the module that renders these results: ops, whole models, or losses."""
-    return {"models": model_report, "losses": losses, "cpu_models": cpu_models, "fine_tuning": fine_tuning}.get(
-        results.get("kind", ""), report
-    )
+    renderers = {
+        "models": model_report, "losses": losses, "cpu_models": cpu_models, "fine_tuning": fine_tuning,
+        "parallel": parallel,
+    }  # fmt: skip
+    return renderers.get(results.get("kind", ""), report)
 
 
 def load(path: Path) -> dict[str, Any]:
