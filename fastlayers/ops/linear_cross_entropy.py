@@ -34,7 +34,7 @@ class Loss(NamedTuple):
 # ---- the sweep through the chunks ------------------------------------------------------------------------------------
 
 
-def _sweep(
+def sweep(
     leaves: Leaves, others: Others, rest: Rest, factor: Tensor | None, alpha: float, wanted: Needs
 ) -> tuple[Tensor, Gradients]:
     """The loss of each row, and the wanted gradients of ``alpha * sum(losses * factor)``."""
@@ -67,7 +67,7 @@ def _evaluate(leaves: Leaves, others: Others, rest: Rest, wanted: Needs) -> tupl
             factor = torch.where((target != ignore_index).any(), denominator.reciprocal(), 0.0)
         largest = torch.ones((), dtype=wide, device=target.device) if weight is None else weight.abs().max().to(wide)
         scales = head_loss.Scales.choose(factor, largest, rest.head.compute)
-    losses, gradients = _sweep(leaves, others, rest, scales.dlogits, scales.alpha, wanted)
+    losses, gradients = sweep(leaves, others, rest, scales.dlogits, scales.alpha, wanted)
     if not rest.summed:
         return losses.view(target.shape).to(rest.out), scales.left, gradients
     total = losses.sum()
@@ -77,7 +77,7 @@ def _evaluate(leaves: Leaves, others: Others, rest: Rest, wanted: Needs) -> tupl
 def _gradients_of_rows(dy: Tensor, leaves: Leaves, others: Others, rest: Rest, wanted: Needs) -> Gradients:
     """The backward without a reduction: once more through the chunks."""
     factor = dy.detach().reshape(-1).to(torch.promote_types(rest.head.compute, torch.float32)).contiguous()
-    return _sweep(leaves, others, rest, factor, 1.0, wanted)[1]
+    return sweep(leaves, others, rest, factor, 1.0, wanted)[1]
 
 
 def _compose(leaves: Leaves, others: Others, rest: Rest) -> Tensor:
