@@ -1,15 +1,17 @@
 """A Llama-style language model of characters, trained on the source text of Python's standard library.
 
     python examples/char_gpt.py [--steps N] [--layers fused|torch|patched] [--resume] ...
-    torchrun --nproc-per-node 2 examples/char_gpt.py --parallel ddp|fsdp ...
+    torchrun --nproc-per-node 4 examples/char_gpt.py --parallel ddp|fsdp|hsdp|tp|2d [--inner 2] ...
 
 The model has RMSNorm, rotary embeddings and SwiGLU, written with einops. Its definition uses fused layers: a sum and
 its norm, the rotation of queries and keys, the gated MLP without its product in memory, and the last linear layer with
 the loss, without the logits in memory. ``--layers torch`` is the same model without fastlayers, and ``--layers
 patched`` is that model after ``patch_model``.
 
-The batch of a step depends only on the seed and the number of the step, and each process takes its share of it. So one
-process and several, under DDP or FSDP2, give the same losses up to rounding, and can resume each other's checkpoints.
+The processes of torchrun share the batch (ddp), the batch and the memory of the parameters (fsdp; hsdp: within groups
+of --inner processes), the matrices and the sequence (tp), or batch and memory between groups whose --inner processes
+share the matrices (2d). The batch of a step depends only on the seed and the number of the step. So one process and
+several, shared in any way, give the same losses up to rounding, and can resume each other's checkpoints.
 The defaults are for a GPU. On a CPU: --dim 128 --depth 4 --heads 4 --context 128 --batch 16 --steps 300
 """
 
@@ -20,6 +22,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +32,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 import fastlayers.functional as FL
 from fastlayers import FusedAddRMSNorm, FusedRMSNorm, patch_model, patch_report, save_model
@@ -38,8 +53,8 @@ from training import (
     IS_FIRST,
     OUT,
     RESUME,
-    Checkpoint,
     Panel,
+    ShardedCheckpoint,
     console,
     cosine,
     draw_curves,
@@ -115,13 +130,14 @@ class Config:
 class Attention(nn.Module):
     def __init__(self, config: Config, layers: Layers) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_dim = config.dim // config.heads
         self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
         self.rotary = layers.rotary
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = rearrange(self.qkv(x), "b t (three h d) -> three b h t d", three=3, h=self.heads)
+        # A head's rows of the weight follow each other. A process that has a part of the rows has whole heads.
+        q, k, v = rearrange(self.qkv(x), "b t (h three d) -> three b h t d", three=3, d=self.head_dim)
         q, k = self.rotary(q, k, cos.to(q.dtype), sin.to(q.dtype))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(rearrange(attended, "b h t d -> b t (h d)"))
@@ -148,8 +164,19 @@ class Block(nn.Module):
         self.mlp = GatedMLP(config, layers)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        normed, x = self.norm2(self.attention(self.norm1(x), cos, sin), x)
+        normed, x = self.norm2(self.attention(self.norm1(x), cos, sin), residual=x)
         return x + self.mlp(normed)
+
+
+class Head(nn.Linear):
+    """Returns the loss if the next characters are given, else the logits."""
+
+    def __init__(self, config: Config, layers: Layers) -> None:
+        super().__init__(config.dim, VOCABULARY, bias=False)
+        self.linear_cross_entropy = layers.linear_cross_entropy
+
+    def forward(self, hidden: Tensor, target: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden) if target is None else self.linear_cross_entropy(hidden, self.weight, target)
 
 
 class CharGPT(nn.Module):
@@ -163,8 +190,7 @@ class CharGPT(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, config.dim)
         self.blocks = nn.ModuleList(Block(config, layers) for _ in range(config.depth))
         self.norm = layers.RMSNorm(config.dim, eps=1e-5)
-        self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
-        self.linear_cross_entropy = layers.linear_cross_entropy
+        self.head = Head(config, layers)
         angles = rotary_angles(config.context, config.dim // config.heads)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
@@ -180,9 +206,7 @@ class CharGPT(nn.Module):
         for block in self.blocks:
             x = block(x, cos, sin)
         x = self.norm(x)
-        if target is None:
-            return self.head(x[:, -1])
-        return self.linear_cross_entropy(x, self.head.weight, target)
+        return self.head(x[:, -1] if target is None else x, target=target)
 
 
 def rotary_angles(length: int, head_dim: int, base: float = 10000.0) -> Tensor:
@@ -193,27 +217,77 @@ def rotary_angles(length: int, head_dim: int, base: float = 10000.0) -> Tensor:
 
 # processes -----------------------------------------------------------------------------------------------------------
 
+#: The dimensions of the mesh of processes. Along "replicate" and "shard" each process has rows of the batch; gradients
+#: are averaged, and along "shard" parameters, gradients and the optimizer's state are divided by FSDP2. Along "tensor"
+#: all have the same rows and divide the matrices. Processes of the last dimension are neighbours: one machine's GPUs.
+MESHES = {
+    "ddp": ("replicate",),
+    "fsdp": ("shard",),
+    "hsdp": ("replicate", "shard"),
+    "tp": ("tensor",),
+    "2d": ("shard", "tensor"),
+}
+
+#: How processes along "tensor" divide the model. Between the blocks, in the norms and the sums, each has a part of the
+#: sequence. Attention and MLP gather the sequence; each process computes some heads, or some of the hidden features,
+#: and a reduce-scatter adds the results up and divides the sequence again. The loss is of logits that stay divided.
+SEQUENCE, WHOLE = Shard(1), Replicate()
+TENSOR_PLAN: dict[str, ParallelStyle] = {
+    "embedding": RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE, use_local_output=False),
+    "blocks.*.norm1": SequenceParallel(),
+    "blocks.*.attention": PrepareModuleInput(
+        input_layouts=(SEQUENCE, None, None), desired_input_layouts=(WHOLE, None, None)
+    ),
+    "blocks.*.attention.qkv": ColwiseParallel(),  # its output is a plain tensor: attention knows only its own heads
+    "blocks.*.attention.out": RowwiseParallel(output_layouts=SEQUENCE, use_local_output=False),
+    "blocks.*.norm2": SequenceParallel(),
+    "blocks.*.mlp": PrepareModuleInputOutput(
+        input_layouts=SEQUENCE,
+        desired_input_layouts=WHOLE,
+        output_layouts=Partial(),
+        desired_output_layouts=SEQUENCE,
+        use_local_output=False,
+    ),
+    "blocks.*.mlp.gate": ColwiseParallel(use_local_output=False),
+    "blocks.*.mlp.up": ColwiseParallel(use_local_output=False),
+    "blocks.*.mlp.down": RowwiseParallel(),  # only divides the weight, which gated_linear multiplies with
+    "norm": SequenceParallel(),
+    "head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=WHOLE, use_local_output=False),
+}
+
+
+def whole(value: Tensor) -> Tensor:
+    """A plain tensor of all shards."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that torchrun started, or this one alone."""
+    """The processes that torchrun started, or this one alone; ``mesh`` has the size of each dimension by its name."""
 
     rank: int
     world: int
     device: torch.device
+    mesh: dict[str, int]
 
     @classmethod
-    def join(cls, device_name: str | None) -> Processes:
+    def join(cls, device_name: str | None, parallel: str, inner: int) -> Processes:
         device = find_device(device_name)
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        outer, last = MESHES[parallel][:-1], MESHES[parallel][-1]
+        inner = inner if outer and world > 1 else world
+        if world % inner:
+            raise click.UsageError(f"--inner {inner}: expected a divisor of the {world} processes")
+        mesh = dict.fromkeys(outer, world // inner) | {last: inner}
         if "WORLD_SIZE" not in os.environ:
-            return cls(0, 1, device)
+            return cls(0, 1, device, mesh)
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
             dist.init_process_group("nccl", device_id=device)
         else:
             dist.init_process_group("gloo")
-        return cls(dist.get_rank(), dist.get_world_size(), device)
+        return cls(dist.get_rank(), world, device, mesh)
 
     def leave(self) -> None:
         if not dist.is_initialized():
@@ -223,29 +297,41 @@ class Processes:
         dist.barrier()
         dist.destroy_process_group()
 
+    @property
+    def tensor(self) -> int:
+        """The number of processes that divide a matrix, and have the same rows of the batch."""
+        return self.mesh.get("tensor", 1)
+
     def share(self, rows: Tensor) -> Tensor:
         """The rows of the global batch that belong to this process."""
-        return rows[self.rank :: self.world].to(self.device)
+        return rows[self.rank // self.tensor :: self.world // self.tensor].to(self.device)
 
     def mean(self, value: Tensor) -> Tensor:
+        """The mean over the processes; those that have the same rows have the same value."""
         value = value.detach().clone()
         if self.world > 1:
             dist.all_reduce(value)
         return value / self.world
 
-    def spread(self, model: CharGPT, how: str) -> nn.Module:
+    def divided_loss(self) -> AbstractContextManager[None]:
+        """For a forward and its backward: the cross-entropy of logits whose classes are divided is not gathered."""
+        return loss_parallel() if self.tensor > 1 else nullcontext()
+
+    def spread(self, model: CharGPT) -> nn.Module:
         if self.world == 1:
             return model
-        if how == "ddp":
-            return nn.parallel.DistributedDataParallel(model)
-        # The parameters of a block are gathered for its forward and backward, those of the root for the whole step.
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = dist.init_device_mesh(self.device.type, (self.world,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return model
+        mesh = dist.init_device_mesh(
+            self.device.type, tuple(self.mesh.values()), mesh_dim_names=tuple(self.mesh.keys())
+        )
+        if "tensor" in self.mesh:
+            parallelize_module(model, mesh["tensor"], TENSOR_PLAN)
+        if "shard" in self.mesh:
+            # The parameters of a block are gathered for its forward and backward, those of the root for the whole step.
+            batch = mesh[tuple(name for name in self.mesh if name != "tensor")]
+            for block in model.blocks:
+                fully_shard(block, mesh=batch)
+            fully_shard(model, mesh=batch)
+        return nn.parallel.DistributedDataParallel(model) if self.mesh.keys() == {"replicate"} else model
 
 
 # training ------------------------------------------------------------------------------------------------------------
@@ -254,12 +340,10 @@ class Processes:
 class Training:
     """Training of a model on the text: its steps, and its loss on text that it has not seen."""
 
-    def __init__(
-        self, model: CharGPT, processes: Processes, parallel: str, batch: int, context: int, rate: float, steps: int
-    ) -> None:
+    def __init__(self, model: CharGPT, processes: Processes, batch: int, context: int, rate: float, steps: int) -> None:
         self.text = SourceText.load()
         self.processes = processes
-        self.model = processes.spread(model, parallel)
+        self.model = processes.spread(model)
         self.rows, self.length = batch, context + 1  # the target of a character is the next character
         self.rate, self.steps = rate, steps
         matrices = [weight for weight in self.model.parameters() if weight.ndim == 2]
@@ -273,31 +357,34 @@ class Training:
         kind = rows.device.type
         # Weights are float32 under FSDP2 too: its own mixed precision would round differently than autocast.
         with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
-            return self.model(rows[:, :-1], rows[:, 1:])
+            return whole(self.model(rows[:, :-1], rows[:, 1:]))
 
     def step(self, index: int) -> dict[str, Tensor]:
         set_rate(self.optimizer, self.rate * cosine((index + 1) / self.steps, warmup=0.05))
-        loss = self.loss(self.text.train)
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        with self.processes.divided_loss():
+            loss = self.loss(self.text.train)
+            loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        return {"loss": self.processes.mean(loss)}
+        return {"loss": self.processes.mean(loss), "gradient": whole(norm)}
 
     @torch.no_grad()
     def validation_loss(self) -> Tensor:
         seed_all(0)  # the same passages every time
-        return self.processes.mean(torch.stack([self.loss(self.text.validation) for _ in range(4)]).mean())
+        with self.processes.divided_loss():
+            losses = [self.loss(self.text.validation) for _ in range(4)]
+        return self.processes.mean(torch.stack(losses).mean())
 
 
 @torch.no_grad()
 def sample(model: CharGPT, prompt: str, length: int) -> str:
-    """Text from the model, one character at a time. Under FSDP2 every process must call it; all draw the same text."""
+    """Text from the model, one character at a time. Every process must call it; all draw the same text."""
     seed_all(0)
     device = model.cos.device
     text = torch.tensor([list(prompt.encode())], device=device)
     for _ in range(length):
-        logits = model(text[:, -len(model.cos) :])[0].float().cpu()
+        logits = whole(model(text[:, -len(model.cos) :]))[0].float().cpu()
         chosen = torch.multinomial((logits / 0.8).softmax(-1), 1)
         text = torch.cat((text, chosen[None].to(device)), 1)
     return bytes(text[0].tolist()).decode(errors="replace")
@@ -328,8 +415,15 @@ def save_whole(model: nn.Module, empty: CharGPT, path: Path) -> None:
     "--parallel",
     default="ddp",
     show_default=True,
-    type=click.Choice(["ddp", "fsdp"]),
+    type=click.Choice(list(MESHES)),
     help="How torchrun's processes share the model.",
+)
+@click.option(
+    "--inner",
+    default=2,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Processes that share the parameters (hsdp) or the matrices (2d): best those of a machine.",
 )
 @click.option(
     "--validate-every", default=100, show_default=True, type=click.IntRange(min=1), help="Steps between validations."
@@ -345,15 +439,20 @@ def save_whole(model: nn.Module, empty: CharGPT, path: Path) -> None:
 @OUT
 def main(
     steps: int, batch: int, dim: int, depth: int, heads: int, context: int, learning_rate: float, kind: str,
-    parallel: str, validate_every: int, save_every: int, stop_at: int | None, seed: int, sampled: int, resume: bool,
-    device: str | None, out: Path,
+    parallel: str, inner: int, validate_every: int, save_every: int, stop_at: int | None, seed: int, sampled: int,
+    resume: bool, device: str | None, out: Path,
 ) -> None:  # fmt: skip
     """Train a language model on the source text of Python's standard library."""
     if dim % (2 * heads):
         raise click.UsageError(f"--dim {dim} --heads {heads}: expected heads of equal and even size")
-    processes = Processes.join(device)
-    if batch % processes.world:
-        raise click.UsageError(f"--batch {batch}: expected a multiple of the {processes.world} processes")
+    processes = Processes.join(device, parallel, inner)
+    shares = processes.world // processes.tensor
+    if batch % shares:
+        raise click.UsageError(f"--batch {batch}: expected a multiple of the {shares} processes that share the batch")
+    if heads % processes.tensor:
+        raise click.UsageError(
+            f"--heads {heads}: expected a multiple of the {processes.tensor} processes that share the matrices"
+        )
     where = processes.device
 
     console.rule(f"1. The model, on {where}", align="left")
@@ -363,7 +462,7 @@ def main(
     console.print(f"{sum(weight.numel() for weight in model.parameters()) / 1e6:.1f} M parameters, {kind} layers")
     if kind == "patched":
         console.print(patch_report(patch_model(model)))
-    training = Training(model, processes, parallel, batch, context, learning_rate, steps)
+    training = Training(model, processes, batch, context, learning_rate, steps)
 
     def one_round(index: int) -> dict[str, Tensor]:
         measured = training.step(index)
@@ -372,14 +471,16 @@ def main(
         return measured
 
     console.rule(f"2. Training on {len(training.text.train) / 1e6:.1f} MB of source text", align="left")
-    checkpoint = Checkpoint(out / "char_gpt.checkpoint.safetensors", training.model, training.optimizer, save_every)
+    checkpoint = ShardedCheckpoint(out / "char_gpt.checkpoint", training.model, training.optimizer, save_every)
     start = time.perf_counter()
     history = fit(
         "training", steps, one_round, seed=seed, report=10, stop_at=stop_at, checkpoint=checkpoint, resume=resume
     )
     console.print(f"{len(history)} steps, {time.perf_counter() - start:.1f} s of this run")
-    for name, value in latest(history).items():
-        console.print(f"{name} {value:.3f}, {value / math.log(2):.2f} bits a character")
+    measured = latest(history)
+    for name in ("loss", "validation"):
+        if name in measured:
+            console.print(f"{name} {measured[name]:.3f}, {measured[name] / math.log(2):.2f} bits a character")
     if where.type == "cuda":
         console.print(f"peak memory {torch.cuda.max_memory_allocated(where) / 2**30:.2f} GiB a GPU")
     save_whole(training.model, CharGPT(config, layers), out / "char_gpt.safetensors")

@@ -10,7 +10,9 @@ import json
 import math
 import os
 import random
+import shutil
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +67,7 @@ def seed_all(*what: int) -> None:
 class Checkpoint:
     """One safetensors file with all that a run needs to continue: weights, the optimizer's state and the history.
 
-    It has whole tensors under the names that they have without wrappers, so a run under DDP or FSDP2 can continue with
-    another number of processes. The first process writes the file, and replaces an older one in one step.
+    A write replaces an older file in one step.
     """
 
     def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, every: int = 1) -> None:
@@ -79,69 +80,104 @@ class Checkpoint:
     def save(self, history: History) -> None:
         from safetensors.torch import save_file
 
-        tensors = self._tensors(whole=True)  # all processes gather them, the first keeps them
-        if not IS_FIRST:
-            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f".{self.path.name}.partial")
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, partial, {"history": json.dumps(history)}
-        )
+        tensors = {name: tensor.contiguous() for name, tensor in self._tensors().items()}
+        save_file(tensors, partial, {"history": json.dumps(history)})
         os.replace(partial, self.path)
 
     def load(self) -> History:
         """Load the model and the optimizer. Returns the history of the rounds that are done."""
         from safetensors import safe_open
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            get_optimizer_state_dict,
-            set_model_state_dict,
-            set_optimizer_state_dict,
-        )
 
         if not self.path.is_file():
             raise click.UsageError(f"--resume: there is no checkpoint {self.path}")
-        expected = {name: tensor.shape for name, tensor in self._tensors(whole=False).items()}
         with safe_open(self.path, framework="pt") as file:
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             history: History = json.loads(file.metadata()["history"])
-        odd = [
-            name for name in stored.keys() | expected.keys()
-            if name not in stored or expected.get(name) != stored[name].shape
-        ]  # fmt: skip
+        self._check({name: tensor.shape for name, tensor in stored.items()})
+        self._restore(stored)
+        return history
+
+    def _check(self, stored: Mapping[str, torch.Size]) -> None:
+        """Raise if a checkpoint with tensors of these shapes is not of this model and optimizer."""
+        expected = {name: tensor.shape for name, tensor in self._tensors().items()}
+        odd = [name for name in stored.keys() | expected.keys() if stored.get(name) != expected.get(name)]
         if odd:
             raise click.UsageError(
                 f"--resume: {self.path} is of another model or optimizer: {min(odd)} and {len(odd) - 1} more of its "
                 f"{len(stored)} tensors differ"
             )
-        options = StateDictOptions(full_state_dict=True)
-        weights = {name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")}
-        set_model_state_dict(self.model, weights, options=options)
-        # The optimizer's tensors come from the file, its rates and options from the new run.
+
+    def _restore(self, stored: Mapping[str, Tensor]) -> None:
+        from torch.distributed.checkpoint.state_dict import (
+            get_optimizer_state_dict,
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
+
+        weights: dict[str, Any] = {
+            name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")
+        }
+        set_model_state_dict(self.model, weights)
+        # The optimizer's tensors come from the checkpoint, its rates and options from the new run.
         own: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer)
         own["state"] = {
             name: {key: stored.get(f"state.{name}.{key}", value) for key, value in entries.items()}
             for name, entries in own["state"].items()
         }
-        set_optimizer_state_dict(self.model, self.optimizer, own, options=options)
-        return history
+        set_optimizer_state_dict(self.model, self.optimizer, own)
 
-    def _tensors(self, whole: bool) -> dict[str, Tensor]:
-        """The weights and the optimizer's state; under FSDP2 whole tensors on the CPU, or its own shards."""
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            get_model_state_dict,
-            get_optimizer_state_dict,
-        )
+    def _tensors(self) -> dict[str, Tensor]:
+        """The weights and the optimizer's state, under the names that they have without wrappers."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-        options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
-        weights = get_model_state_dict(self.model, options=options)
-        own: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer, options=options)
-        states = own.get("state", {})  # only the first process has whole tensors
+        weights = get_model_state_dict(self.model)
+        own: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer)
         # The state is flattened here, because torch 2.13 cannot load what it flattens itself.
         named = {f"model.{name}": value for name, value in weights.items()}
-        named |= {f"state.{name}.{key}": value for name, entries in states.items() for key, value in entries.items()}
+        named |= {
+            f"state.{name}.{key}": value for name, entries in own["state"].items() for key, value in entries.items()
+        }
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+# That it saves for one process alone is meant here.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+
+
+class ShardedCheckpoint(Checkpoint):
+    """The same for several processes, in a folder: each writes its shards, and reads what its new shards need.
+
+    A run can continue with another number of processes, which share the model in another way. Each write has a folder
+    of its own; the older one is removed when the new one is complete.
+    """
+
+    def save(self, history: History) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        folder = self.path / f"{len(history):08d}"
+        dcp.save(self._tensors(), checkpoint_id=folder)
+        if IS_FIRST:
+            (folder / "history.json").write_text(json.dumps(history))
+            for other in self.path.iterdir():
+                if other != folder:
+                    shutil.rmtree(other)
+
+    def load(self) -> History:
+        import torch.distributed.checkpoint as dcp
+
+        complete = sorted(self.path.glob("*/history.json"))
+        if not complete:
+            raise click.UsageError(f"--resume: there is no checkpoint {self.path}")
+        folder = complete[-1].parent
+        metadata: dict[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        self._check({name: entry.size for name, entry in metadata.items()})
+        tensors = self._tensors()
+        dcp.load(tensors, checkpoint_id=folder)
+        self._restore(tensors)
+        history: History = json.loads((folder / "history.json").read_text())
+        return history
 
 
 # the loop ------------------------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ import sys
 import traceback
 
 LIBRARIES = (
-    "torch.distributed.checkpoint.state_dict", "fastlayers", "einops", "matplotlib.pyplot", "sklearn.model_selection",
-    "sklearn.datasets", "safetensors.torch", "transformers.trainer", "transformers.models.bert.modeling_bert",
-    "transformers.models.llama.modeling_llama", "lightning",
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "fastlayers", "einops", "matplotlib.pyplot", "sklearn.model_selection", "sklearn.datasets", "safetensors.torch",
+    "transformers.trainer", "transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama",
+    "lightning",
 )  # fmt: skip
 
 

@@ -131,27 +131,27 @@ def test_unknown_device_is_refused(example):
 # char_gpt ------------------------------------------------------------------------------------------------------------
 
 SMALL = (
-    "--dim", "32", "--depth", "2", "--heads", "2", "--context", "32", "--batch", "4", "--steps", "6",
+    "--dim", "32", "--depth", "2", "--heads", "4", "--context", "32", "--batch", "4", "--steps", "6",
     "--validate-every", "2", "--save-every", "2", "--sample", "20",
 )  # fmt: skip
 
 
-def losses(out: Path) -> list[float]:
+def measures(out: Path) -> list[float]:
     return [value for record in json.loads((out / "char_gpt.json").read_text()) for value in record.values()]
 
 
 @pytest.fixture(scope="module")
 def alone(example, tmp_path_factory) -> list[float]:
-    """The losses of one process, six of training and three of validation."""
+    """The measures of one process: six losses and norms of the gradient, and three losses of validation."""
     needs("einops")
     out = tmp_path_factory.mktemp("alone")
     printed = example("char_gpt.py", out, *SMALL)
     assert "validation" in printed
     assert "def " in printed.split("What it writes")[1]
     assert is_picture(out / "char_gpt.png")
-    values = losses(out)
-    assert len(values) == 9
-    assert values[-1] < values[0]
+    values = measures(out)
+    assert len(values) == 15
+    assert values[-1] < values[0]  # the last loss of validation and the first of training
     return values
 
 
@@ -160,16 +160,24 @@ def alone(example, tmp_path_factory) -> list[float]:
 def test_char_gpt_has_the_losses_of_plain_torch(example, tmp_path, alone, layers):
     printed = example("char_gpt.py", tmp_path, *SMALL, "--layers", layers)
     assert ("FusedGatedMLP" in printed) == (layers == "patched")
-    assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
+    assert measures(tmp_path) == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_char_gpt_goes_on_in_another_number_of_processes(example, tmp_path, alone):
-    """And two processes, in both ways, have the losses of one."""
-    example("char_gpt.py", tmp_path, *SMALL, "--parallel", "ddp", "--stop-at", "2", processes=2)
-    example("char_gpt.py", tmp_path, *SMALL, "--parallel", "fsdp", "--stop-at", "4", "--resume", processes=2)
+@pytest.mark.parametrize(
+    "shared", [(("ddp", 2), ("fsdp", 2)), (("tp", 2), ("2d", 4)), (("hsdp", 4),)], ids=["ddp-fsdp", "tp-2d", "hsdp"]
+)
+def test_char_gpt_goes_on_in_another_number_of_processes(example, tmp_path, alone, shared):
+    """And several processes, in all ways, have the losses of one.
+
+    They add up in another order. Each sum differs by some of float32's roundings, 6e-8, and the six steps by 3e-7; a
+    gradient that is not added up, or added up twice, shows in its norm.
+    """
+    for done, (parallel, processes) in enumerate(shared):
+        stop = ("--stop-at", str(2 * done + 2), *(("--resume",) if done else ()))
+        example("char_gpt.py", tmp_path, *SMALL, "--parallel", parallel, *stop, processes=processes)
     example("char_gpt.py", tmp_path, *SMALL, "--resume")
-    assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
+    assert measures(tmp_path) == pytest.approx(alone, rel=1e-5)
 
 
 def test_char_gpt_refuses_what_it_cannot_do(example, tmp_path):
@@ -181,6 +189,41 @@ def test_char_gpt_refuses_what_it_cannot_do(example, tmp_path):
     deeper = [*SMALL, "--depth", "3"]
     other = example.refused("char_gpt.py", *deeper, "--resume", "--device", "cpu", "--out", str(tmp_path))
     assert "is of another model or optimizer" in other
+
+
+def test_char_gpt_refuses_processes_that_cannot_share_it(example, tmp_path):
+    needs("einops")
+    script = tmp_path / "meshes.py"
+    script.write_text(MESHES)
+    example.python(str(script))
+
+
+MESHES = f"""
+import os
+import sys
+
+sys.path.insert(0, {str(ROOT / "examples")!r})
+import click
+import torch
+from char_gpt import Processes, main
+
+os.environ |= {{"WORLD_SIZE": "6", "RANK": "0"}}
+torch.distributed.init_process_group = lambda *args: None  # the others are not there
+torch.distributed.get_rank = lambda: 0
+assert Processes.join("cpu", "hsdp", 2).mesh == {{"replicate": 3, "shard": 2}}
+for options, expected in (
+    (("--parallel", "2d", "--inner", "4"), "--inner 4: expected a divisor of the 6 processes"),
+    (("--parallel", "fsdp", "--batch", "4"), "--batch 4: expected a multiple of the 6 processes"),
+    (("--parallel", "2d", "--batch", "4"), "--batch 4: expected a multiple of the 3 processes"),
+    (("--parallel", "tp", "--dim", "32", "--heads", "4"), "--heads 4: expected a multiple of the 6 processes"),
+):
+    try:
+        main(["--device", "cpu", *options], standalone_mode=False)
+    except click.UsageError as error:
+        assert error.message.startswith(expected), error.message
+    else:
+        raise AssertionError(options)
+"""
 
 
 # the pretrained encoder ----------------------------------------------------------------------------------------------
