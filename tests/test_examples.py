@@ -226,6 +226,14 @@ for options, expected in (
 """
 
 
+def test_the_page_on_many_gpus_has_the_table_of_parallel_memory(example):
+    printed = example.python(str(ROOT / "examples" / "parallel_memory.py"))
+    assert printed in (ROOT / "docs/many-gpus.md").read_text()
+    sizes = "1.2B 2 shard 2 "
+    assert sizes in " ".join(printed.replace("|", " ").split())
+    assert printed != example.python(str(ROOT / "examples" / "parallel_memory.py"), "--bfloat16")
+
+
 # the pretrained encoder ----------------------------------------------------------------------------------------------
 
 
