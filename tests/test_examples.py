@@ -226,6 +226,36 @@ for options, expected in (
 """
 
 
+@pytest.mark.slow
+def test_tensor_parallelism_communicates_as_parallel_memory_counts(example, tmp_path):
+    """A step of L layers: 8 L + 4 all-gathers and reduce-scatters of the whole sequence."""
+    needs("einops")
+    script = tmp_path / "collectives.py"
+    script.write_text(COLLECTIVES)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    example.python(*launcher, str(script))
+
+
+COLLECTIVES = f"""
+import sys
+
+sys.path.insert(0, {str(ROOT / "examples")!r})
+import torch
+from char_gpt import LAYERS, CharGPT, Config, Processes, whole
+from torch.distributed.tensor.debug import CommDebugMode
+
+processes = Processes.join("cpu", "tp", 2)
+model = processes.spread(CharGPT(Config(dim=32, depth=3, heads=4, context=8), LAYERS["torch"]))
+rows = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
+with CommDebugMode() as seen, processes.divided_loss():
+    whole(model(rows[:, :-1], rows[:, 1:])).backward()
+counts = {{str(op).split(".")[-1]: count for op, count in seen.get_comm_counts().items()}}
+counts.pop("all_reduce")  # of some numbers a row, in the loss
+assert counts == {{"all_gather_into_tensor": 4 * 3 + 2, "reduce_scatter_tensor": 4 * 3 + 2}}, counts
+processes.leave()
+"""
+
+
 def test_the_page_on_many_gpus_has_the_table_of_parallel_memory(example):
     printed = example.python(str(ROOT / "examples" / "parallel_memory.py"))
     assert printed in (ROOT / "docs/many-gpus.md").read_text()
