@@ -69,6 +69,13 @@ PLACING = ("::index_put_", "::index_copy_", "::scatter_")
 #: Those that update running statistics.
 STATISTICS = ("batch_norm", "batch_norm_impl_index", "batch_norm_with_update", "instance_norm")
 
+#: Operations that wait for other processes,
+COLLECTIVES = frozenset(
+    {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
+)
+#: and the arguments of those that other libraries register.
+GROUPS = frozenset({"group_name", "process_group"})
+
 aten = torch.ops.aten
 
 #: Operations that make a tensor like another one, and the same without that one.
@@ -209,6 +216,10 @@ class Tape(Mode):
         if any(tag in func.tags for tag in DEPENDENT) and not indexes_by_number(func, args):
             raise Refusal(Reason.DATA_DEPENDENT, f"{func} needs the value of a tensor")
         schema = func._schema
+        # A recording runs a call more than once, and at a time of its own in each process: the others would wait, or
+        # take what is sent for the next call.
+        if func.namespace in COLLECTIVES or any(argument.name in GROUPS for argument in schema.arguments):
+            raise Refusal(Reason.UNKNOWN_CALL, f"{func} communicates with other processes")
         written = [
             args[i] if i < len(args) else kwargs.get(argument.name)
             for i, argument in enumerate(schema.arguments)
