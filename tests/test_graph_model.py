@@ -11,6 +11,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from weakref import ref
 
 import pytest
@@ -19,17 +20,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import needs_gpu
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fastlayers
 from fastlayers.graphs import module as graphs_module
 from fastlayers.graphs import pool as graphs_pool
+from fastlayers.graphs.capture import Replay
 from fastlayers.graphs.gradients import Gradients
 from fastlayers.graphs.pool import Call, Pool, in_one_segment
-from fastlayers.graphs.state import Counter, Generators, State
+from fastlayers.graphs.state import Counter, Generators, State, begun_collectives
 from fastlayers.patching.reasons import PatchError, Reason
-from fastlayers.patching.rewrite.regions import no_regions
+from fastlayers.patching.rewrite.classes import become
+from fastlayers.patching.rewrite.regions import autocast_state, flatten, no_regions
 from fastlayers.patching.rewrite.results import Taken, put_together, take_apart
 
 gpu = needs_gpu
@@ -258,6 +262,113 @@ def test_inside_of_ddp(tmp_path):
         assert replays(graphed) == 5
     finally:
         dist.destroy_process_group()
+
+
+class Reduces(nn.Module):
+    """What tensor parallelism does without DTensors: a sum over processes in the forward, or in the backward."""
+
+    def __init__(self, backward):
+        super().__init__()
+        self.blocks, self.backward = nn.ModuleList([Block(), Block()]), backward
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        if not self.backward:
+            return self.summed(x)
+        if x.requires_grad:
+            x.register_hook(self.summed)
+        return x * 2
+
+    @staticmethod
+    def summed(x):
+        x = x.clone()
+        dist.all_reduce(x.detach())
+        return x
+
+
+@gpu
+@pytest.mark.parametrize("backward", [False, True])
+def test_collectives(tmp_path, backward):
+    """The model runs as it is, its blocks are captured."""
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        graphed = same_training(lambda: Reduces(backward), inputs(12))
+        assert "communicates with other processes" in reasons(graphed)
+        assert {row.fqn for row in fastlayers.graph_report(graphed).captured} == {"blocks.0", "blocks.1"}
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_collectives_are_seen(one_process, backward):
+    """Those of the forward by its operations, those of the backward, which runs later, by their number."""
+    model, x = Reduces(backward), torch.randn(2, 3, 32)
+    with Counter() as counter:
+        out = model(x)
+    assert counter.communicates is not backward
+    before = begun_collectives()
+    out.sum().backward()
+    assert (begun_collectives() > before) is backward
+    with Counter() as counter:
+        model.blocks[0](x).sum().backward()
+    assert not counter.communicates
+
+
+def test_without_processes():
+    assert begun_collectives() == 0
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_children_of_a_sharded_module_are_left(one_process, first):
+    """FSDP2 gathers their parameters for the forward and, elsewhere, for the backward."""
+    model = Net()
+    if first:
+        become(model.blocks[0], graphs_module.graphed_class(Block, 3, 8, True))
+    fully_shard(model.blocks[0], mesh=dist.init_device_mesh("cpu", (1,)))
+    graphs_module.graph_children(model.blocks[0], 3, 8, Pool(shared=True))
+    assert not any(map(graphs_module.is_graphed, model.blocks[0].children()))
+    graphs_module.graph_children(model.blocks[1], 3, 8, Pool(shared=True))
+    assert graphs_module.is_graphed(model.blocks[1].mlp)
+
+
+def test_parameters_that_move_before_a_backward():
+    """A graph would read where they were: the forward runs again, op by op."""
+    model, x = Block(), torch.randn(2, 3, 32)
+    expected = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+    parameters = [*model.parameters()]
+    given: list[torch.Tensor] = []
+    pattern = flatten((x,), given), flatten({}, given)
+
+    class Replayed(SimpleNamespace):
+        def forward(self):
+            return (model(x).detach(),)
+
+        def constant(self, results):
+            return []
+
+        def fits(self, dys):
+            return True
+
+        def backward(self, dys):
+            raise AssertionError("the graph was replayed")
+
+    capture = Replayed(
+        state=State(model, x.device), places=[], present=type(model).forward, autocast=autocast_state(), stale=""
+    )
+    (out,) = Replay.apply(capture, Call(model, pattern, []), given, *parameters)
+    with torch.no_grad():
+        for p in parameters:
+            p.data = p.clone()
+    assert_equal(torch.autograd.grad(out.square().sum(), parameters), expected)
+    assert capture.stale == "its parameters move between a forward and its backward"
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------

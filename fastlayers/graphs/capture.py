@@ -15,12 +15,15 @@ from torch import Tensor, nn
 
 from fastlayers.graphs.gradients import Gradients
 from fastlayers.graphs.pool import Call, Pool, in_one_segment
-from fastlayers.graphs.state import State, UncapturedError
+from fastlayers.graphs.state import State, UncapturedError, begun_collectives
 from fastlayers.ops.dispatch import PLAIN
 from fastlayers.patching.rewrite.regions import Flat, autocast_as, autocast_state, drawing, random_state, unflatten
 from fastlayers.patching.rewrite.results import OpaqueError, Taken, put_together, take_apart, tensors_in
 
-__all__ = ["Capture", "capturing"]
+__all__ = ["COMMUNICATES", "Capture", "capturing"]
+
+#: Why a call is not captured: a process that runs a forward again, for a backward out of order, would do so alone.
+COMMUNICATES = "communicates with other processes"
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 _lock = threading.RLock()
@@ -90,7 +93,7 @@ class Capture:
         self._pending: ReferenceType[Call] | None = None
         self.inputs = [like(t) for t in given]
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(self.device)
+        before, begun = torch.cuda.memory_reserved(self.device), begun_collectives()
         with _lock, no_graphs(), torch.cuda.device(self.device):
             parameters = [p for p in module.parameters() if p.requires_grad and torch.is_grad_enabled()]
             # Leaves of their own: those of the calls before belong to the streams of these.
@@ -101,6 +104,8 @@ class Capture:
                     self._capture_backward(parameters, leaves, used)
             finally:
                 torch.clear_autocast_cache()
+        if begun_collectives() != begun:  # Those of a forward were seen before; a backward may have others.
+            raise UncapturedError(COMMUNICATES)
         self.memory = torch.cuda.memory_reserved(self.device) - before
 
     # -- capturing -----------------------------------------------------------------------------------------------
@@ -257,6 +262,8 @@ class Replay(torch.autograd.Function):
         elif not capture.fits(dys):
             capture.missed.update(i for i, dy in enumerate(dys) if dy is not None)
             capture.stale = "another result receives a gradient"
+        elif not capture.state.is_in_place():
+            capture.stale = "its parameters move between a forward and its backward"
         elif not call.done:
             grads = capture.backward(dys)
             call.done = True

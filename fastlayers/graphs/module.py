@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from fastlayers.graphs.capture import Capture, capturing
+from fastlayers.graphs.capture import COMMUNICATES, Capture, capturing
 from fastlayers.graphs.pool import Pool
 from fastlayers.graphs.state import Counter, Generators, State, UncapturedError, draw, waits
 from fastlayers.patching.capture.syntax import containers_in, contents, same_items
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rewrite.classes import become, check_subclassing, seal
+from fastlayers.patching.rewrite.classes import become, check_subclassing, is_sharded, seal
 from fastlayers.patching.rewrite.plan import refuse_kind
 from fastlayers.patching.rewrite.regions import NONE, flatten, random_state
 from fastlayers.patching.rewrite.results import OpaqueError, Taken, put_together, take_apart
@@ -187,6 +187,8 @@ class Graphs:
         trains = any(t.requires_grad for t in results)
         if counter.count * (WITH_BACKWARD if trains else 1) < LEAST:
             self.turn_off(signature, module, f"too small: {counter.count} operations", inside=False)
+        elif counter.communicates:
+            self.turn_off(signature, module, COMMUNICATES)
         elif counter.copies:
             self.turn_off(signature, module, "copies a tensor of the CPU")
         elif counter.decided or not on_cpu.drew(signature.chances):
@@ -333,7 +335,12 @@ def release_module(module: nn.Module) -> bool:
 
 
 def graph_children(module: nn.Module, warmup: int, max_graphs: int, pool: Pool) -> None:
-    """Let the calls of the children be captured; of containers without a forward, those of what they hold."""
+    """Let the calls of the children be captured; of containers without a forward, those of what they hold.
+
+    Not inside of FSDP2's modules, whose parameters have memory while these run and no longer.
+    """
+    if any(map(is_sharded, type(module).__mro__)):
+        return
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             graph_children(child, warmup, max_graphs, pool)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
@@ -22,9 +23,10 @@ from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from fastlayers.ops.dispatch import PLAIN, Mode
 from fastlayers.patching.capture.lookups import package, parts_of
 from fastlayers.patching.rewrite.regions import attentions
+from fastlayers.patching.rewrite.tape import communicates
 from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS, original_class
 
-__all__ = ["Counter", "Generators", "State", "UncapturedError", "draw", "waits"]
+__all__ = ["Counter", "Generators", "State", "UncapturedError", "begun_collectives", "draw", "waits"]
 
 aten = torch.ops.aten
 COPIES = (aten.copy_.default, aten._to_copy.default)
@@ -122,12 +124,16 @@ class State:
         return (
             same
             and not any(self.hooks)
-            and [t.data_ptr() for t in self.tensors] == self.addresses
+            and self.is_in_place()
             and (self.guard is None or self.guard.check(*self.tensors))
             and [*map(type, self.inner)] == self.kinds
             and self.flags.check()
             and attentions() == self.attentions
         )
+
+    def is_in_place(self) -> bool:
+        """Whether parameters and buffers are where they were: FSDP2 gathers its own anew for a backward."""
+        return [t.data_ptr() for t in self.tensors] == self.addresses
 
 
 def note_containers(value: Any, found: dict[int, Any], depth: int = 4) -> None:
@@ -166,6 +172,7 @@ class Counter(Mode):
 
     Attributes:
         count: of those that compute something.
+        communicates: whether one of them waits for other processes.
         copies: whether a tensor of the CPU is copied: a graph would read the memory of the first one in each replay.
         chances: numbers between 0 and 1 that were drawn on the CPU.
         decided: whether such a number was used otherwise than to find that it is not below 0, as a library does that
@@ -175,11 +182,12 @@ class Counter(Mode):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
-        self.copies = self.decided = False
+        self.communicates = self.copies = self.decided = False
         self.chances: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.communicates |= communicates(func)
         returns = func._schema.returns
         self.count += not (returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write)
         given = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)]
@@ -193,6 +201,14 @@ class Counter(Mode):
         if memory and any(t.dim() == 0 and t.data_ptr() in memory for t in given):
             self.decided |= not (func is aten.detach.default or (func is aten.lt.Scalar and args[1] <= 0))
         return out
+
+
+def begun_collectives() -> int:
+    """How many collectives this process has begun, also while a stream is captured."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0
+    groups: Any = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ __all__ = [
     "Tape",
     "Value",
     "alive",
+    "communicates",
     "empty_as",
     "is_kernel",
     "keeping",
@@ -218,7 +219,7 @@ class Tape(Mode):
         schema = func._schema
         # A recording runs a call more than once, and at a time of its own in each process: the others would wait, or
         # take what is sent for the next call.
-        if func.namespace in COLLECTIVES or any(argument.name in GROUPS for argument in schema.arguments):
+        if communicates(func):
             raise Refusal(Reason.UNKNOWN_CALL, f"{func} communicates with other processes")
         written = [
             args[i] if i < len(args) else kwargs.get(argument.name)
@@ -433,6 +434,11 @@ def renamed(program: Program, names: Mapping[str, str]) -> Program:
         backward=of_operations(program.backward),
         wanted=all_of(program.wanted),
     )
+
+
+def communicates(function: OpOverload) -> bool:
+    """Whether an operation sends to other processes, or waits for them."""
+    return function.namespace in COLLECTIVES or any(given.name in GROUPS for given in function._schema.arguments)
 
 
 def indexes_by_number(function: Any, args: Sequence[Any]) -> bool:
