@@ -30,6 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastlayers
 from fastlayers import backends, functional
@@ -2090,3 +2091,48 @@ class Apart(nn.Module):
 
     def forward(self, x):
         return self.inner(x) if bool(x.isfinite().all()) else x
+
+
+# -- modes that look at operations, and hooks on what is saved -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [Block, FlashBlock])
+def test_a_flop_counter_counts_as_without_a_region(make, runs):
+    """A forward runs op by op under the mode, the backward of a region is seen as it runs."""
+    block = make()
+    region, x = in_regions(block), tokens()
+    counts = []
+    for module in (block, region, region):
+        with FlopCounterMode(display=False) as counter:
+            module(x).sum().backward()
+        out = module(x)
+        with FlopCounterMode(display=False) as backward:
+            out.sum().backward()
+        counts.append((counter.get_total_flops(), backward.get_total_flops()))
+    assert runs == [True, False]
+    assert counts[0][0] > counts[0][1] > 0
+    assert counts[1:] == [counts[0]] * 2
+
+
+def test_activations_may_be_offloaded(runs):
+    block = Block()
+    region, x = in_regions(block), tokens()
+    found = []
+    for module in (block, region, region):
+        kept: list[torch.Tensor] = []
+
+        def pack(t, kept=kept):
+            kept.append(t)
+            return t.detach().clone()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = module(x)
+        first = torch.autograd.grad(out.sin().sum(), [x, *module.parameters()])
+        with torch.autograd.graph.save_on_cpu():
+            out = module(x)
+        second = torch.autograd.grad(out.sin().sum(), [x, *module.parameters()])
+        assert kept
+        found.append((*first, *second))
+    assert len(runs) == 4
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))

@@ -172,6 +172,30 @@ def test_library_code(name, dtype, place):
             assert excess(mine, exact[i], greatest_error(theirs, exact[i])) is None
 
 
+@pytest.mark.parametrize("place", EVERYWHERE)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rows", [(1, 12), (12,)], ids=str)
+def test_packed_sequences(place, interleaved, rows):
+    """Documents one after the other, as (1, total, heads, dim) or (total, heads, dim): each as it is alone."""
+    lengths = [5, 1, 4, 2]
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(place.device)
+    q, k = (heads(*rows, n, 16, device=place.device, seed=n).requires_grad_() for n in (6, 2))
+    cos, sin = tables(9, 16, device=place.device)
+    packed = [table[positions].unsqueeze(-2) for table in (cos, sin)]
+    with backends.backend(place.backend):
+        ours = functional.rotary(q, k, *packed, interleaved)
+        grads = torch.autograd.grad(ours, (q, k), [out.detach().sin() for out in ours])
+        parts = [t.split(lengths, -3) for t in (q, k)]
+        alone = [
+            functional.rotary(q_part, k_part, cos[:n].unsqueeze(-2), sin[:n].unsqueeze(-2), interleaved)
+            for q_part, k_part, n in zip(*parts, lengths, strict=True)
+        ]
+    stock = rotary(q, k, *packed, interleaved)
+    assert_close(ours, stock)
+    assert_close(ours, tuple(torch.cat(results, -3) for results in zip(*alone, strict=True)))
+    assert_close(grads, torch.autograd.grad(stock, (q, k), [out.detach().sin() for out in stock]))
+
+
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
 
