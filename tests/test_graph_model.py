@@ -339,6 +339,23 @@ def test_children_of_a_sharded_module_are_left(one_process, first):
     assert graphs_module.is_graphed(model.blocks[1].mlp)
 
 
+def test_a_model_that_was_sharded_afterwards(one_process):
+    """It runs as it is, says so, and can be undone; one that was sharded before is refused."""
+    mesh = dist.init_device_mesh("cpu", (1,))
+    stock, model = fully_shard(Block(), mesh=mesh), fully_shard(fastlayers.graph_model(Block()), mesh=mesh)
+    x = torch.randn(2, 3, 32)
+    model(x).sum().backward()
+    (row,) = fastlayers.graph_report(model)
+    assert (row.fqn, row.was, row.reason) == ("", "Block", "arguments are on cpu")
+    fastlayers.ungraph_model(model)
+    assert type(model) is type(stock)
+    assert not [*fastlayers.graph_report(model)]
+    model(x).sum().backward()
+    with pytest.raises(PatchError, match="a wrapper"):
+        fastlayers.graph_model(model)
+    assert type(model) is type(stock)
+
+
 def test_parameters_that_move_before_a_backward():
     """A graph would read where they were: the forward runs again, op by op."""
     model, x = Block(), torch.randn(2, 3, 32)

@@ -2093,7 +2093,7 @@ class Apart(nn.Module):
         return self.inner(x) if bool(x.isfinite().all()) else x
 
 
-# -- modes that look at operations, and hooks on what is saved -----------------------------------------------------------
+# -- modes that look at operations, and hooks on what is saved ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [Block, FlashBlock])

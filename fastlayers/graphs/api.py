@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from fastlayers.graphs.module import graph_module, graphs_of, is_graphed, release_module
 from fastlayers.graphs.report import GraphReport, GraphRow
 from fastlayers.patching.reasons import PatchError, Refusal
+from fastlayers.patching.rewrite.classes import without_sharding
 from fastlayers.patching.runtime.checks import original_class
 
 __all__ = ["graph_model", "graph_report", "ungraph_model"]
@@ -27,8 +30,8 @@ def graph_model(model: nn.Module, *, warmup: int = 3, max_graphs: int = 8) -> nn
     whatever else Python would do in a call, such as printing.
 
     Uncaptured are, among others, calls that wait for the GPU (``.item()``), draw random numbers on the CPU, change
-    attributes of modules, have hooks on modules or arguments other than tensors and plain values, and those inside of
-    ``torch.func`` transforms or of a checkpoint that keeps what autograd saves.
+    attributes of modules, communicate with other processes, have hooks on modules or arguments other than tensors and
+    plain values, and those inside of ``torch.func`` transforms or of a checkpoint that keeps what autograd saves.
 
     Args:
         model: any module.
@@ -42,7 +45,7 @@ def graph_model(model: nn.Module, *, warmup: int = 3, max_graphs: int = 8) -> nn
         TypeError: ``model`` is not a module.
         ValueError: ``warmup`` or ``max_graphs`` is less than 1.
         PatchError: the class of the model cannot be swapped: it is scripted, wrapped (capture what is inside of
-            DistributedDataParallel) or its forward was replaced on the instance.
+            DistributedDataParallel), sharded by FSDP2, or its forward was replaced on the instance.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -69,9 +72,10 @@ def ungraph_model(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    for name, module in model.named_modules():
-        if not release_module(module):
-            raise PatchError(f"a wrapper was put around the forward of {name or 'the model'} after graph_model")
+    with without_sharding(model.modules()):
+        for name, module in model.named_modules():
+            if not release_module(module):
+                raise PatchError(f"a wrapper was put around the forward of {name or 'the model'} after graph_model")
     return model
 
 
@@ -81,7 +85,12 @@ def graph_report(model: nn.Module) -> GraphReport:
     Returns:
         A report with a row for each module and signature. Print it.
     """
-    rows = []
+    with without_sharding(model.modules()):
+        return GraphReport(tuple(rows_of(model)), original_class(model).__name__)
+
+
+def rows_of(model: nn.Module) -> Iterator[GraphRow]:
+    """A row for each signature of a graphed module, and one for each reason that holds for calls of any signature."""
     for name, module in model.named_modules():
         graphs = graphs_of(module) if is_graphed(module) else None
         if graphs is None:
@@ -89,13 +98,9 @@ def graph_report(model: nn.Module) -> GraphReport:
         was = original_class(module).__name__
         for signature in graphs.signatures.values():
             state = "uncaptured" if signature.reason else "captured" if signature.captures else "warming up"
-            row = GraphRow(
+            yield GraphRow(
                 name, was, signature.what, state, len(signature.captures), signature.replays, signature.memory,
                 signature.reason,
             )  # fmt: skip
-            rows.append(row)
-        rows += [
-            GraphRow(name, was, f"{count} calls", "uncaptured", 0, 0, 0, reason)
-            for reason, count in graphs.refused.items()
-        ]
-    return GraphReport(tuple(rows), original_class(model).__name__)
+        for reason, count in graphs.refused.items():
+            yield GraphRow(name, was, f"{count} calls", "uncaptured", 0, 0, 0, reason)

@@ -1,4 +1,4 @@
-"""Patched forwards that communicate themselves, in two processes: collectives, context parallelism, loss parallelism."""
+"""Patched forwards that communicate, in two processes: collectives, context parallelism, loss parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile of patched models under DDP, FSDP2 and tensor parallelism, in two processes: the losses of eager mode."""
+"""torch.compile of patched models under DDP, FSDP2 and tensor parallelism, in two processes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ WORLD, STEPS = 2, 3
 
 def sequence_parallel(model, mesh):
     """Each process has half of the tokens, outside of the products."""
-    columns = ColwiseParallel(input_layouts=Shard(1))
-    plan = {"norm": SequenceParallel(), "gate": columns, "up": columns, "down": RowwiseParallel(output_layouts=Shard(1))}
+    columns, rows = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
+    plan = {"norm": SequenceParallel(), "gate": columns, "up": columns, "down": rows}
     for block in model.blocks:
         parallelize_module(block, mesh["other"], plan)
     return model
@@ -40,6 +40,7 @@ def train(model, call, x):
 
 
 def check_compiled(rank):
+    """The losses are those of eager mode."""
     warnings.simplefilter("ignore")
     batch = torch.randn(2 * WORLD, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     by_rows, by_columns = ((2, 1), batch.chunk(WORLD)[rank]), ((1, 2), batch)
