@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from harness import needs_gpu
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -322,8 +323,14 @@ def test_collectives_are_seen(one_process, backward):
     assert not counter.communicates
 
 
-def test_without_processes():
+def test_no_collectives_are_seen():
     assert begun_collectives() == 0
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())  # It does not count them.
+    try:
+        dist.all_reduce(torch.ones(2))
+        assert begun_collectives() == 0
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("first", [False, True])

@@ -11,7 +11,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -207,8 +207,12 @@ def begun_collectives() -> int:
     """How many collectives this process has begun, also while a stream is captured."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0
+    begun = 0
     groups: Any = dist.distributed_c10d._world.pg_map
-    return sum(group._get_sequence_number_for_group() for group in groups)
+    for group in groups:
+        with suppress(RuntimeError):  # Not all backends count.
+            begun += group._get_sequence_number_for_group()
+    return begun
 
 
 @contextmanager
