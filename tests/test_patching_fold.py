@@ -11,9 +11,11 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from harness import needs_gpu
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, weight_norm
 
 from fastlayers import graph_model, graph_report
@@ -1142,3 +1144,28 @@ def test_a_bias_of_its_own_on_a_gpu(make, count, acts, dtype, autocast):
         assert misfit.shape == stock.shape[1:]
         allowed = 1.5 * (stock - exact).abs().max() + 4 * torch.finfo(stock.dtype).eps * exact.abs().max()
         assert (ours - exact).abs().max() <= allowed
+
+
+def test_weights_that_fsdp_gathers_are_not_kept(tmp_path, monkeypatch):
+    """They change without a version counter that shows it, and, as here, at the same address."""
+    monkeypatch.setattr(folded_layers, "states", lambda given: [])
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        torch.manual_seed(0)
+        stock = nn.Sequential(Block(), Block()).eval()
+        model, x = fold_batch_norm(copy.deepcopy(stock)), torch.randn(2, 4, 6, 6)
+        with torch.no_grad():
+            model(x)
+        for each in (stock, model):
+            for block in each:
+                fully_shard(block, mesh=mesh)
+            fully_shard(each, mesh=mesh)
+        for _ in range(3):
+            with torch.no_grad():
+                torch.testing.assert_close(model(x), stock(x))
+                for p in (*model.parameters(), *stock.parameters()):
+                    p.mul_(1.5)
+        assert all(folded_layers.folded_layer(block.bn1) is None for block in model)
+    finally:
+        dist.destroy_process_group()

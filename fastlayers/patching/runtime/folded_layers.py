@@ -9,9 +9,10 @@ and where no gradient of the folded parameters is needed. In training the model 
 from __future__ import annotations
 
 import operator
+import sys
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -179,6 +180,19 @@ def states(given: Sources) -> list[tuple[int, int, torch.dtype]]:
 
 
 _folded: WeakKeyDictionary[nn.Module, Folded] = WeakKeyDictionary()
+#: Layers inside of modules that FSDP2 shards.
+_gathered: WeakSet[nn.Module] = WeakSet()
+
+
+def is_gathered(layer: nn.Module) -> bool:
+    """Whether FSDP2 gathers the parameters of a layer for each forward: their version counters do not show it, and on a
+    GPU they often come to the same address again."""
+    if layer not in _gathered:
+        states: Any = sys.modules.get("torch.distributed._composable_state")
+        for module in [*getattr(states, "_module_state_mapping", ())]:
+            if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+                _gathered.update(module.modules())
+    return layer in _gathered
 
 
 def forget(norm: nn.Module) -> None:
@@ -225,6 +239,9 @@ def kept_weights(layer: Any, norm: _BatchNorm, given: Sources, kept: Folded | No
     if kept is None or not kept.fits(layer, norm, given):
         if any(tensor is not None and tensor.is_inference() for tensor in given):  # They have no version counters.
             return fold(layer, norm, dtype)
+        if is_gathered(layer):
+            forget(norm)
+            return fold_outside(layer, norm, dtype)
         with torch.no_grad(), torch.inference_mode(False):
             aliases = tuple(tensor.detach() if tensor is not None else None for tensor in given)
         kept = _folded[norm] = Folded(ref(layer), norm.eps, given, aliases, states(given))
