@@ -102,11 +102,16 @@ def launches(operations):
     return sum(not operation.view for operation in operations)
 
 
-def check(function, *inputs, tolerance=None, noise=1):
-    """Compare a program with generated kernels to the operations that it stands for; returns both programs."""
+def check(function, *inputs, tolerance=None, noise=1, seed=None):
+    """Compare a program with generated kernels to the operations that it stands for; returns both programs. ``seed`` is
+    that of the random numbers that both draw."""
+    if seed is not None:
+        torch.manual_seed(seed)
     program, tape, results, dys, gradients = recorded(function, inputs)
     other = fused(program, tape.values)
     run = PythonExecutor(other, Facts())
+    if seed is not None:
+        torch.manual_seed(seed)
     with torch.no_grad(), excluding(KEYS):
         actual, kept = run.forward(*inputs, *tape.constants)
         found = run.backward(tuple(dys), list(kept)) if dys else ()
@@ -1559,6 +1564,125 @@ def test_an_adapter_beside_a_frozen_weight(device, dtype, rows, inside, outside,
     check(lambda *given: adapted(*given[:4], -2.0, given[4]), x, weight, a, b, bias, tolerance=TOLERANCE[LOW])
 
 
+def dropped(x, weight, a, b, scale, p, rounds=False):
+    """What a layer of peft computes with a dropout, on a GPU; ``rounds``: and under autocast."""
+    y = F.linear(x, weight)
+    kept = torch.native_dropout(x.float(), p, True)[0]
+    return (y + F.linear(F.linear(kept.to(x.dtype) if rounds else kept, a), b) * scale).to(y.dtype)
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_dropout_before_an_adapter(device, dtype, alike, monkeypatch):
+    """Its mask is kept, and x as it is: in float32 nothing is drawn where torch draws the same in 16 bits."""
+    monkeypatch.setattr(specialised, "draws_the_same", lambda device: alike)
+    torch.manual_seed(0)
+    x = torch.randn(2, 17, 130, device=device, dtype=LOW, requires_grad=True)
+    weight = (torch.randn(136, 130, device=device) * 0.1).to(LOW)
+    a, b = adapter(device, dtype, 130, 136, 5)
+    rounds = dtype is LOW
+    _, other = check(
+        lambda *given: dropped(*given, 0.75, 0.3, rounds), x, weight, a, b, tolerance=TOLERANCE[LOW], seed=1
+    )
+    (mask,) = (o.makes[1] for o in other.forward if plain_name(o.function) == "native_dropout")
+    assert {"x0", mask} < {*other.kept}
+    assert len(other.kept) == 6  # A, B, the frozen weight and the thin product
+    forward, backward = names_of(other.forward), names_of(other.backward)
+    assert forward["thin_product"] == forward["sum_of_products"] == forward["native_dropout"] == 1
+    assert ("empty" in forward) == alike
+    assert backward["thin_product"] == 1 + (0 if rounds else 2)
+    assert backward["sum_of_products"] == 1
+    assert "native_dropout_backward" not in backward
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_dropouts_before_adapters_on_one_input(device):
+    """Each has a mask of its own, and the gradient of what they read is one sum."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 17, 136, device=device, dtype=LOW, requires_grad=True)
+    weights = [(torch.randn(n, 136, device=device) * 0.1).to(LOW) for n in (72, 40, 40, 24, 16, 16)]
+    ranks, chances = (8, 8, 8, 8, 3, 8), (0.1, 0.1, 0.1, 0.4, 0.5, 0)
+    parameters = [
+        t for w, r in zip(weights, ranks, strict=True) for t in adapter(device, torch.float32, 136, len(w), r)
+    ]
+
+    def function(x, *given):
+        factors, weights = given[:12], given[12:]
+        results = []
+        for i, (w, p) in enumerate(zip(weights, chances, strict=True)):
+            a, b = factors[2 * i : 2 * i + 2]
+            results.append(dropped(x, w, a, b, 0.5, p) if p else adapted(x, w, a, b, 0.5))
+        return tuple(results)
+
+    _, other = check(function, x, *parameters, *weights, tolerance=TOLERANCE[LOW], seed=1)
+    assert names_of(other.backward)["sum_of_products"] == 1
+    masks = [o.makes[1] for o in other.forward if plain_name(o.function) == "native_dropout"]
+    assert len({*masks}) == 5
+    assert {*masks} < {*other.kept}
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_dropouts_that_stay(device):
+    """What is dropped is a result, or read by something else; nothing is trained; the mask is read too."""
+    torch.manual_seed(0)
+    x = torch.randn(35, 136, device=device, dtype=LOW)
+    a, _ = (t.detach() for t in adapter(device, torch.float32, 136, 200, 8))
+
+    def function(x, a):
+        kept, mask = torch.native_dropout(x.float(), 0.3, True)
+        others, _ = torch.native_dropout(x.float(), 0.3, True)
+        twice, _ = torch.native_dropout(torch.native_dropout(x.float(), 0.3, True)[0], 0.3, True)
+        idle, _ = torch.native_dropout(x.float(), 0.3, False)
+        products = [F.linear(t, a) for t in (kept, others, twice, idle)]
+        return (kept, mask.float(), others.sin().sum(1), *products)
+
+    _, other = check(function, x, a, seed=1)
+    assert "empty" not in names_of(other.forward)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_masked_thin_products(device):
+    """They have the error of float32, and of infinity and 0 they make what torch makes."""
+    torch.manual_seed(0)
+    x = torch.randn(90, 140, device=device).to(LOW)
+    t, u = torch.randn(140, 12, device=device), torch.randn(90, 12, device=device)
+    mask = torch.rand(x.shape, device=device) < 0.7
+    for a, b, of_a, of_b in (
+        (x, t, mask, None), (t.t(), x.t(), None, mask.t()), (x.t(), u, mask.t(), None), (u.t(), x, None, mask),
+    ):  # fmt: skip
+        own = low_rank.thin_product(a, b, 1.5, of_a, of_b)
+        first, second = (v.double() if m is None else v.double() * m for v, m in ((a, of_a), (b, of_b)))
+        bound = 1.5 * (first.abs() @ second.abs())
+        assert (own.dtype, own.is_contiguous()) == (torch.float32, True)
+        assert ((own - 1.5 * first @ second).abs() / bound).max() < 8 * torch.finfo(torch.float32).eps
+        own = low_rank.thin_product(*(v.to(LOW) for v in (a, b)), 1.5, of_a, of_b)
+        first, second = (v.to(LOW).double() if m is None else v.double() * m for v, m in ((a, of_a), (b, of_b)))
+        assert own.dtype is LOW
+        assert ((own - 1.5 * first @ second).abs() / bound).max() < TOLERANCE[LOW]
+    x[3, 5], x[4, 6], mask[3, 5], mask[4, 6] = torch.inf, torch.nan, False, False
+    own = low_rank.thin_product(x, t, 1.0, mask)
+    assert own.isnan().nonzero()[:, 0].unique().tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_a_mask_is_drawn_as_for_float32(device):
+    """Whatever the number of elements, the generator is left as it is by a dropout of float32."""
+    for shape in ((3, 40), (3, 33), (2, 7), (2**20 + 1, 1)):
+        x = torch.randn(shape, device=device, dtype=LOW)
+        masks = []
+        for draw in (lambda x: torch.native_dropout(x.float(), 0.2, True)[1], lambda x: ops.drawn_mask(x, 0.2)):
+            torch.manual_seed(3)
+            masks.append(torch.cat([draw(x).flatten(), torch.rand(9, device=device) < 0.5]))
+        assert torch.equal(*masks)
+    torch.manual_seed(3)
+    expected = torch.rand(9, device=device)
+    torch.manual_seed(3)
+    ops.draws_the_same.cache_clear()
+    assert ops.draws_the_same(x.device)
+    assert torch.equal(torch.rand(9, device=device), expected)
+
+
 @pytest.mark.parametrize("device", PLACES)
 def test_an_adapter_of_float64_stays(device):
     torch.manual_seed(0)
@@ -1730,6 +1854,8 @@ def changed(model, how):
     layer = model.base_model.model[0]
     if how == "hook":
         layer.lora_A["default"].register_forward_hook(lambda *args: None)
+    elif how == "hook on a dropout":
+        layer.lora_dropout["default"].register_forward_hook(lambda *args: None)
     elif how == "merged":
         model.merge_adapter()
     elif how == "own forward":
@@ -1743,7 +1869,9 @@ def changed(model, how):
         ("plain", {}, True),
         ("rank-stabilised", {"use_rslora": True}, True),
         ("dora", {"use_dora": True}, False),
-        ("dropout", {"lora_dropout": 0.5}, False),
+        ("dropout", {"lora_dropout": 0.5}, True),
+        ("hook on a dropout", {"lora_dropout": 0.5}, False),
+        ("dropout of all", {"lora_dropout": 1.0}, False),
         ("bias", {"lora_bias": True}, False),
         ("hook", {}, False),
         ("merged", {}, False),

@@ -7,16 +7,21 @@ a product of two thin factors is added where the result lies.
 A thin factor of float32 beside one of 16 bits is multiplied as a sum of three numbers of 16 bits, which together have
 all of its digits: the products are exact, as those of float32 are, on tensor cores of 16 bits.
 
-rows      factor·x·t for x (R, C) and t (C, r): program = a block of rows of a chunk of the columns.
-columns   factor·xᵀ·t for x (R, C) and t (R, r): program = a block of columns of a chunk of the rows.
+Dropout before an adapter is a mask beside x, of a byte for each element: a thin product reads both and takes 0 for what
+is dropped, and the product that adds to the gradient of x writes 0 there.
+
+rows      factor·(x∘mask)·t for x (R, C) and t (C, r): program = a block of rows of a chunk of the columns.
+columns   factor·(x∘mask)ᵀ·t for x (R, C) and t (R, r): program = a block of columns of a chunk of the rows.
           The partial sums of the chunks are added up in a fixed order.
-wide      factor·u·b + bias + base for u (R, r) and b (r, C): program = a tile of the result.
+wide      factor·Σ mask∘(u·b) + bias + base for up to three u (R, r) and b (r, C), each with a mask if there are some:
+          program = a tile of the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -33,6 +38,8 @@ from fastlayers.kernels.reductions import sum_rows
 LEAST_RANK = 16
 #: Ranks that a program of `wide` has in registers at once: several thin products may be one.
 MOST_AT_ONCE = 16
+#: Masks of one launch of `wide`: the query, key and value layers read one input.
+MOST_MASKS = 3
 #: Programs for each multiprocessor, for which long rows and columns are cut into chunks.
 PROGRAMS_PER_MULTIPROCESSOR = 4
 
@@ -41,7 +48,9 @@ PROGRAMS_PER_MULTIPROCESSOR = 4
 
 @triton.jit
 def _dot(x, t, total, SPLIT: tl.constexpr):
-    """total + x·t for x of 16 bits and t of float32. SPLIT: x is of bfloat16, which has its range."""
+    """total + x·t for x of 16 bits and t of these or float32. SPLIT: x is of bfloat16, which has the range of t."""
+    if x.dtype == t.dtype:
+        return tl.dot(x, t, total)
     if SPLIT:
         high = t.to(x.dtype)
         rest = t - high.to(tl.float32)
@@ -54,8 +63,15 @@ def _dot(x, t, total, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def _kept(x, mask_ptr, place, inside):
+    """x·mask: of infinity and 0 it is NaN, as it is for torch."""
+    return x * tl.load(mask_ptr + place, mask=inside, other=0).to(x.dtype)
+
+
+@triton.jit
 def _rows(
-    out_ptr, x_ptr, t_ptr, factor: tl.float64, rows, columns, rank, chunk, x_row, t_column, t_rank, out_row, out_rank,
+    out_ptr, x_ptr, t_ptr, mask_ptr, factor: tl.float64, rows, columns, rank, chunk, x_row, t_column, t_rank, out_row,
+    out_rank,
     INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(rows, ROWS)
@@ -69,9 +85,10 @@ def _rows(
     for begin in range(start, stop, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         inside = column < stop
-        x = tl.load(
-            x_ptr + row[:, None] * x_row + column[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0
-        )
+        place = row[:, None] * x_row + column[None, :]
+        x = tl.load(x_ptr + place, mask=(row < rows)[:, None] & inside[None, :], other=0.0)
+        if mask_ptr is not None:
+            x = _kept(x, mask_ptr, place, (row < rows)[:, None] & inside[None, :])
         t = tl.load(
             t_ptr + column[:, None] * t_column + j[None, :] * t_rank,
             mask=inside[:, None] & (j < rank)[None, :], other=0.0,
@@ -83,8 +100,8 @@ def _rows(
 
 @triton.jit
 def _columns(
-    partial_ptr, x_ptr, t_ptr, factor: tl.float64, rows, columns, rank, chunk, x_row, t_row, t_rank, out_column,
-    out_rank,
+    partial_ptr, x_ptr, t_ptr, mask_ptr, factor: tl.float64, rows, columns, rank, chunk, x_row, t_row, t_rank,
+    out_column, out_rank,
     INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(columns, COLUMNS)
@@ -98,10 +115,10 @@ def _columns(
     for begin in range(start, stop, ROWS):
         row = begin + tl.arange(0, ROWS)
         inside = row < stop
-        x = tl.load(
-            x_ptr + row[:, None] * x_row + column[None, :],
-            mask=inside[:, None] & (column < columns)[None, :], other=0.0,
-        )  # fmt: skip
+        place = row[:, None] * x_row + column[None, :]
+        x = tl.load(x_ptr + place, mask=inside[:, None] & (column < columns)[None, :], other=0.0)
+        if mask_ptr is not None:
+            x = _kept(x, mask_ptr, place, inside[:, None] & (column < columns)[None, :])
         t = tl.load(
             t_ptr + row[:, None] * t_row + j[None, :] * t_rank, mask=inside[:, None] & (j < rank)[None, :], other=0.0
         )
@@ -111,14 +128,11 @@ def _columns(
 
 
 @triton.jit
-def _wide(
-    y_ptr, u_ptr, b_ptr, bias_ptr, base_ptr, factor: tl.float64, rows, columns, rank, u_row, u_rank, b_rank, b_column,
-    INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
+def _wide_term(
+    u_ptr, b_ptr, mask_ptr, row, column, rows, columns, rank, u_row, u_rank, b_rank, b_column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(columns, COLUMNS)
-    program = tl.program_id(0).to(INDEX)
-    row = program // blocks * ROWS + tl.arange(0, ROWS)
-    column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    """A tile of mask∘(u·b)."""
     y = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     for begin in range(0, rank, RANK):
         j = begin + tl.arange(0, RANK)
@@ -137,6 +151,36 @@ def _wide(
             y = tl.dot(u_high, b_high, y)
         else:
             y = tl.dot(u, b, y, input_precision="tf32x3")
+    if mask_ptr is not None:
+        place = row[:, None] * columns + column[None, :]
+        y = _kept(y, mask_ptr, place, (row < rows)[:, None] & (column < columns)[None, :])
+    return y
+
+
+@triton.jit
+def _wide(
+    y_ptr, u_ptr, b_ptr, mask_ptr, mask1_ptr, mask2_ptr, bias_ptr, base_ptr, factor: tl.float64, rows, columns, rank,
+    u_row, u_rank, b_rank, b_column,
+    INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(columns, COLUMNS)
+    program = tl.program_id(0).to(INDEX)
+    row = program // blocks * ROWS + tl.arange(0, ROWS)
+    column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    y = _wide_term(
+        u_ptr, b_ptr, mask_ptr, row, column, rows, columns, rank, u_row, u_rank, b_rank, b_column,
+        ROWS, COLUMNS, RANK, SPLIT,
+    )  # fmt: skip
+    if mask1_ptr is not None:
+        y += _wide_term(
+            u_ptr + rank * u_rank, b_ptr + rank * b_rank, mask1_ptr, row, column, rows, columns, rank,
+            u_row, u_rank, b_rank, b_column, ROWS, COLUMNS, RANK, SPLIT,
+        )  # fmt: skip
+    if mask2_ptr is not None:
+        y += _wide_term(
+            u_ptr + 2 * rank * u_rank, b_ptr + 2 * rank * b_rank, mask2_ptr, row, column, rows, columns, rank,
+            u_row, u_rank, b_rank, b_column, ROWS, COLUMNS, RANK, SPLIT,
+        )  # fmt: skip
     y *= factor
     if bias_ptr is not None:
         y += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
@@ -160,10 +204,10 @@ def _padded(rank: int) -> int:
 
 @lru_cache(KEPT)
 def _thin_launch(
-    function: Any, factor: float, shape: tuple[int, int, int], strides: tuple[int, ...], dtype: torch.dtype,
-    device: torch.device,
+    function: Any, factor: float, shape: tuple[int, int, int], strides: tuple[int, ...],
+    dtypes: tuple[torch.dtype, torch.dtype], device: torch.device,
 ) -> tuple[Launch, int]:  # fmt: skip
-    """The launch of ``_rows`` or ``_columns``, and the number of its partial sums."""
+    """The launch of ``_rows`` or ``_columns``, and the number of its partial sums. ``dtypes`` are those of x and t."""
     rows, columns, rank = shape
     (block_rows, block_columns), warps = BLOCKS[function], WARPS[function]
     along, across = (columns, rows) if function is _rows else (rows, columns)
@@ -177,19 +221,21 @@ def _thin_launch(
         extent((rows, columns), (x_row, 1)), extent((along, rank), (t_along, t_rank)), chunks * across * rank,
         along + chunk,
     )  # fmt: skip
-    constants = (index_type(reach), block_rows, block_columns, _padded(rank), dtype is torch.bfloat16)
+    constants = (index_type(reach), block_rows, block_columns, _padded(rank), dtypes[0] is torch.bfloat16)
     return Launch(function, blocks * chunks, (factor, *shape, chunk, *strides), constants, warps), chunks
 
 
 @lru_cache(KEPT)
 def _wide_launch(
-    factor: float, shape: tuple[int, int, int], strides: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...]
-) -> Launch:
-    """``dtypes`` are those of y, the factors, the bias and the base."""
+    factor: float, shape: tuple[int, int, int], parts: int, strides: tuple[int, ...],
+    dtypes: tuple[torch.dtype | None, ...],
+) -> Launch:  # fmt: skip
+    """``shape`` has the rank of one of the ``parts``; ``dtypes`` are those of y, the factors, the bias and the base."""
     rows, columns, rank = shape
     u_row, u_rank, b_rank, b_column = strides
     reach = max(
-        rows * columns, extent((rows, rank), (u_row, u_rank)), extent((rank, columns), (b_rank, b_column))
+        rows * columns, extent((rows, parts * rank), (u_row, u_rank)),
+        extent((parts * rank, columns), (b_rank, b_column)),
     )  # fmt: skip
     block_rows, block_columns = BLOCKS[_wide]
     split = dtypes[0] is torch.bfloat16 and dtypes[1] is torch.float32
@@ -201,55 +247,93 @@ def _wide_launch(
 # ------------------------------------------------------------------------------------------------------------ functions
 
 
-def thin_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
-    """``factor * a @ b`` in float32, of a matrix of 16 bits, whose rows or columns are of neighbouring elements, and a
-    thin one of float32, either of which comes first."""
-    out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
-    x, t, y = (a, b, out) if b.dtype is torch.float32 else (b.t(), a.t(), out.t())
+def thin_product(
+    a: Tensor, b: Tensor, factor: float, mask_of_a: Tensor | None = None, mask_of_b: Tensor | None = None
+) -> Tensor:
+    """``factor * a @ b`` of a matrix of 16 bits, whose rows or columns are of neighbouring elements, and a thin one,
+    whose dtype the result has: float32, or that of the large matrix if this one has a mask. Either comes first.
+
+    Args:
+        mask_of_a, mask_of_b: which elements of the large matrix are multiplied, the others by 0; bools in its layout.
+    """
+    b_is_large = mask_of_b is not None or a.dtype is torch.float32
+    out = torch.empty((a.shape[0], b.shape[1]), dtype=(a if b_is_large else b).dtype, device=a.device)
+    x, t, y, mask = (b.t(), a.t(), out.t(), mask_of_b) if b_is_large else (a, b, out, mask_of_a)
+    if mask is not None and b_is_large:
+        mask = mask.t()
     function: Any = _rows
     if x.stride(1) != 1:
         function, x = _columns, x.t()
+        mask = None if mask is None else mask.t()
     shape, strides = (*x.shape, t.shape[1]), (x.stride(0), *t.stride(), *y.stride())
-    launch, chunks = _thin_launch(function, factor, shape, strides, x.dtype, x.device)  # type: ignore[arg-type]
+    dtypes = (x.dtype, t.dtype)
+    launch, chunks = _thin_launch(function, factor, shape, strides, dtypes, x.device)  # type: ignore[arg-type]
+    bits = None if mask is None else mask.view(torch.uint8)
     if chunks == 1:
-        launch(out, x, t)
+        launch(out, x, t, bits)
         return out
     partial = torch.empty((1, chunks, out.numel()), dtype=torch.float32, device=x.device)
-    launch(partial, x, t)
+    launch(partial, x, t, bits)
     sum_rows(partial, out.view(-1))
     return out
 
 
 def wide_product(
-    u: Tensor, b: Tensor, factor: float, dtype: torch.dtype, bias: Tensor | None = None, base: Tensor | None = None
-) -> Tensor:
+    u: Tensor, b: Tensor, factor: float, dtype: torch.dtype, bias: Tensor | None = None, base: Tensor | None = None,
+    masks: Sequence[Tensor] = (),
+) -> Tensor:  # fmt: skip
     """``factor * u @ b + bias + base`` of two thin matrices of one dtype, rounded once to ``dtype``.
 
     Args:
         bias, base: one number for each column, one for each element; contiguous.
+        masks: as many equal parts has the rank, and of the product of each part those elements count that its mask has;
+            contiguous bools, MOST_MASKS at most.
     """
     y = torch.empty((u.shape[0], b.shape[1]), dtype=dtype, device=u.device)
-    shape, strides = (*y.shape, u.shape[1]), (*u.stride(), *b.stride())
+    parts = max(len(masks), 1)
+    shape, strides = (*y.shape, u.shape[1] // parts), (*u.stride(), *b.stride())
     dtypes = (dtype, u.dtype, *(None if t is None else t.dtype for t in (bias, base)))
-    _wide_launch(factor, shape, strides, dtypes)(y, u, b, bias, base)  # type: ignore[arg-type]
+    bits = [mask.view(torch.uint8) for mask in masks]
+    launch = _wide_launch(factor, shape, parts, strides, dtypes)  # type: ignore[arg-type]
+    launch(y, u, b, *bits, *(None for _ in range(MOST_MASKS - len(bits))), bias, base)
     return y
 
 
-def sum_of_products(products: Sequence[Sequence[Tensor]], thin: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
-    """The sum of ``a @ b`` and of ``factor * u @ b`` in one memory, rounded to its 16 bits after each product.
+def sum_of_products(
+    products: Sequence[Sequence[Tensor]], thin: Sequence[tuple[Tensor, Tensor, float, Tensor | None]]
+) -> Tensor:
+    """The sum of ``a @ b`` and of ``factor * mask * (u @ b)`` in one memory, rounded to its 16 bits after each product.
 
     The thin ones come first: cuBLAS adds to what is there while it computes, and a pass only writes.
 
     Args:
         products: pairs of a and b; the first one may have a bias before them.
-        thin: u, b and factor, where u has few columns.
+        thin: u, b, factor and a mask, where u has few columns. Terms without a mask are one product, those with one
+            are MOST_MASKS to a pass if they have the same rank.
     """
     *bias, a, _ = products[0]
-    (u, b, factor), *others = thin
-    if others:
-        u = torch.cat([u if factor == 1 else u * factor for u, _, factor in thin], 1)
-        b, factor = torch.cat([b for _, b, _ in thin]), 1.0
-    y = wide_product(u, b, factor, a.dtype, bias[0] if bias else None)
+    y, first = None, bias[0] if bias else None
+    for terms in _passes(thin):
+        u, b, factor, _ = terms[0]
+        if len(terms) > 1:
+            if len({factor for _, _, factor, _ in terms}) > 1:
+                terms, factor = [(u if factor == 1 else u * factor, b, 1.0, mask) for u, b, factor, mask in terms], 1.0
+            u, b = torch.cat([u for u, *_ in terms], 1), torch.cat([b for _, b, *_ in terms])
+        y = wide_product(u, b, factor, a.dtype, first, y, [mask for *_, mask in terms if mask is not None])
+        first = None
+    assert y is not None
     for *_, a, b in products:
         y.addmm_(a, b)
     return y
+
+
+def _passes(thin: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """The terms of each pass over the result."""
+    plain = [term for term in thin if term[3] is None]
+    if plain:
+        yield plain
+    masked = sorted((term for term in thin if term[3] is not None), key=lambda term: term[0].shape[1])
+    for _, same in groupby(masked, lambda term: term[0].shape[1]):
+        terms = [*same]
+        for start in range(0, len(terms), MOST_MASKS):
+            yield terms[start : start + MOST_MASKS]

@@ -49,18 +49,19 @@ def fused(layer: type[nn.Module]) -> type[nn.Module]:
 
 
 def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The base layer's result, and ``scaling * B(A(x))`` of each active adapter added to it, in one pass over it."""
+    """The base layer's result, and ``scaling * B(A(dropout(x)))`` of each active adapter added to it in one pass."""
     pairs = () if args or kwargs else active(self, x)
     if not pairs:
         return original_class(self).forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
     y = self.base_layer(x)
-    for a, b, scaling in pairs:
-        y = add_low_rank(y, x, a, b, scaling)
+    for a, b, scaling, dropout in pairs:
+        y = add_low_rank(y, x, a, b, scaling, dropout)
     return y  # type: ignore[no-any-return]
 
 
-def active(layer: Any, x: Any) -> tuple[tuple[Tensor, Tensor, float], ...]:
-    """A, B and the scaling of each active adapter; none if one is of another kind, or a kernel would gain nothing."""
+def active(layer: Any, x: Any) -> tuple[tuple[Tensor, Tensor, float, float], ...]:
+    """A, B, the scaling and the dropout of each active adapter; none if one is of another kind, or a kernel would gain
+    nothing."""
     if (
         not is_plain(x)
         or x.dtype not in reference.LOW_PRECISION
@@ -70,20 +71,19 @@ def active(layer: Any, x: Any) -> tuple[tuple[Tensor, Tensor, float], ...]:
         or layer.merged
     ):
         return ()
-    found: list[tuple[Tensor, Tensor, float]] = []
+    found: list[tuple[Tensor, Tensor, float, float]] = []
     for name in layer.active_adapters:
         if name not in layer.lora_A:
             continue
         a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-        drops = type(dropout) is not nn.Identity and (type(dropout) is not nn.Dropout or dropout.training)
         if (
-            drops
+            type(dropout) not in (nn.Identity, nn.Dropout)
             or name in layer.lora_variant
-            or not untouched((a, nn.Linear), (b, nn.Linear))
-            or dropout._forward_hooks
+            or not untouched((a, nn.Linear), (b, nn.Linear), (dropout, type(dropout)))
         ):
             return ()
         if a.bias is not None or b.bias is not None:
             return ()
-        found.append((a.weight, b.weight, layer.scaling[name]))
+        drops = type(dropout) is nn.Dropout and dropout.training
+        found.append((a.weight, b.weight, layer.scaling[name], dropout.p if drops else 0.0))
     return tuple(found)

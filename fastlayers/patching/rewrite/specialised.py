@@ -6,7 +6,7 @@
   products up in float32.
 - A cast to float32 and back, as between layers of two dtypes, is what was cast.
 - A product of a float32 cast of a 16-bit tensor and a thin float32 one, as an adapter's in a model of 16 bits, reads
-  what was cast, once.
+  what was cast, once. With a dropout between them it reads the mask as well, and what was dropped is not kept.
 - A convolution with a bias, which torch adds in a kernel of its own, is one without and a sum, which can be fused with
   what follows.
 - An activation has a kernel of csrc, which sums the gradient of a bias before it as well.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from fastlayers import backends
 from fastlayers.kernels.low_rank import thin_product
 from fastlayers.ops.activations import ACTIVATIONS
 from fastlayers.ops.gather import COLUMNS
-from fastlayers.ops.low_rank import LARGEST_RANK
+from fastlayers.ops.low_rank import BESIDE, LARGEST_RANK, draws_the_same
 from fastlayers.patching.rewrite.absorption import kernel_name
 from fastlayers.patching.rewrite.fusable import (
     CASTS,
@@ -67,6 +68,7 @@ def specialised(program: Program, values: dict[str, Tensor], fake: FakeTensorMod
     part = Part(program, values, fake)
     forward = part.specialised(program.forward)
     backward = alive(part.specialised(program.backward), [name for name in program.wanted if name])
+    forward = part.masks_alone(alive(forward, [*program.results, *(n for o in backward for n in o.uses)]), backward)
     program = keeping(replace(program, backward=backward))
     return replace(program, forward=alive(forward, [*program.results, *program.kept]))
 
@@ -82,11 +84,13 @@ class Narrow:
 
     Attributes:
         steps: operations that make it.
+        mask: of which elements, if the others are 0; a value in the same layout.
     """
 
     name: str
     factor: float = 1.0
     steps: tuple[Operation, ...] = ()
+    mask: str | None = None
 
 
 class Part:
@@ -218,6 +222,8 @@ class Part:
         a, b = (self.narrow(value.name, f"{out}_{side}") for value, side in zip(operation.args, "xy", strict=True))
         if a is None or b is None or self.values[a.name].dtype is not self.values[b.name].dtype:
             return None
+        if a.mask is not None or b.mask is not None:
+            return None
         factor = a.factor * b.factor
         product = out if factor == 1 else f"{out}_product"
         self.values[product] = like
@@ -235,7 +241,7 @@ class Part:
         if self.values[name].dtype is not torch.float32 or y.dtype not in LOW_PRECISION or out in self.returned:
             return None
         found = self.narrow(name, f"{out}_narrow")
-        if found is None or found.factor != 1 or storage(y) in self.written:
+        if found is None or found.factor != 1 or found.mask is not None or storage(y) in self.written:
             return None
         low = self.values[found.name]
         if (low.dtype, low.stride()) != (y.dtype, y.stride()):
@@ -245,28 +251,63 @@ class Part:
         return [*found.steps, same]
 
     def of_thin(self, operation: Operation) -> list[Operation] | None:
-        """A product of a cast and a thin tensor as that of what was cast; None for another product."""
+        """A product of a cast and a thin tensor as that of what was cast; None for another product. One of 16 bits is
+        such a product if there is a dropout in float32 between them, as under autocast."""
         (out,) = operation.makes
         like = self.values[out]
-        if spelled(operation) != "mm" or like.dtype is not torch.float32 or not backends.generates_kernels(like.device):
+        low = like.dtype in LOW_PRECISION
+        if spelled(operation) != "mm" or not (low or like.dtype is torch.float32):
+            return None
+        if not backends.generates_kernels(like.device):
             return None
         for side, value in enumerate(operation.args):
             thin = self.values[operation.args[1 - side].name]
             # What autograd keeps of an input is its cast. Here it is the input: a write to it before the backward is
             # the error that it is with an adapter of 16 bits.
-            if thin.dtype is not torch.float32 or like.shape[side - 1] > LARGEST_RANK:
+            if thin.dtype is not like.dtype or like.shape[side - 1] > LARGEST_RANK:
                 continue
             found = self.narrow(value.name, f"{out}_narrow", inputs=True)
-            if found is None or 1 not in self.values[found.name].stride():
+            if found is None or (low and found.mask is None) or 1 not in self.values[found.name].stride():
                 continue
-            args = [*operation.args]
-            args[side] = Value(found.name)
-            product = replace(operation, function=thin_product, args=(*args, found.factor), kwargs={})
+            args: list[Any] = [*operation.args]
+            masks: list[Value | None] = [None, None]
+            args[side], masks[side] = Value(found.name), None if found.mask is None else Value(found.mask)
+            product = replace(operation, function=thin_product, args=(*args, found.factor, *masks), kwargs={})
             return [*found.steps, product]
         return None
 
+    def masks_alone(self, forward: Sequence[Operation], backward: Sequence[Operation]) -> list[Operation]:
+        """The operations of the forward, where a dropout of which the mask alone is read is one of 16 bits, if torch
+        draws the same numbers for that."""
+        read = self.returned.union(*(operation.uses for operation in (*forward, *backward)))
+        found: list[Operation] = []
+        for operation in forward:
+            steps = None
+            if spelled(operation) == "native_dropout" and operation.makes[0] not in read:
+                steps = self.mask_alone(operation)
+            found += steps or [operation]
+        return found
+
+    def mask_alone(self, dropout: Operation) -> list[Operation] | None:
+        out, mask = dropout.makes
+        low, t = self.narrow(out, f"{out}_narrow", inputs=True), self.values[mask]
+        if low is None or not draws_the_same(t.device):
+            return None
+        dtype, memory, like = self.values[low.name].dtype, f"{mask}_memory", f"{mask}_like"
+        with self.fake:
+            self.values[memory] = torch.empty(t.numel() + BESIDE, dtype=dtype, device=t.device)
+            self.values[like] = self.values[memory].as_strided(t.shape, t.stride(), BESIDE)
+        new = ([t.numel() + BESIDE],), {"dtype": dtype, "device": t.device}
+        view = (Value(memory), tuple(t.shape), t.stride(), BESIDE)
+        return [
+            Operation(torch.ops.aten.empty.memory_format, *new, (memory,), single=True, effect=False),
+            Operation(torch.ops.aten.as_strided.default, view, {}, (like,), single=True, effect=False, view=True),
+            replace(dropout, args=(Value(like), *dropout.args[1:]), makes=("", mask)),
+        ]
+
     def narrow(self, name: str, new: str, inputs: bool = False) -> Narrow | None:
-        """What a float32 value is a cast of, in its layout, with names that begin with ``new``.
+        """What a value is a cast of, in its layout, with names that begin with ``new``: a float32 one, or one that is
+        rounded after a dropout.
 
         Args:
             inputs: whether that may be an input or a result of the region.
@@ -276,25 +317,52 @@ class Part:
             return None
         kind, (source,) = spelled(maker), maker.uses
         known = self.values[source]
-        if kind in CASTS:
+        same = known.stride() == wide.stride()
+        if kind in CASTS and wide.dtype is torch.float32:
             safe = storage(known) not in self.written and (inputs or storage(known) not in self.given)
-            same = known.dtype in LOW_PRECISION and known.stride() == wide.stride()
-            return Narrow(source) if safe and same else None
-        inner = self.narrow(source, f"{new}_", inputs) if maker.view or kind == "clone" or kind in FACTORS else None
+            return Narrow(source) if safe and same and known.dtype in LOW_PRECISION else None
+        reads = maker.view or kind in ("clone", "native_dropout") or kind in FACTORS or kind in CASTS
+        inner = self.narrow(source, f"{new}_", inputs) if reads else None
         if inner is None:
             return None
+        low = self.values[inner.name]
+        if kind in CASTS:
+            return inner if same and inner.mask is not None and low.dtype is wide.dtype else None
         if kind in FACTORS:
             number = maker.args[1]
-            same = number != 0 and known.stride() == wide.stride() and known.dtype is wide.dtype
+            same &= number != 0 and known.dtype is wide.dtype
             return replace(inner, factor=inner.factor * FACTORS[kind](number)) if same else None
-        low, args = self.values[inner.name], (Value(inner.name), *maker.args[1:])
-        shift = low.storage_offset() - known.storage_offset()
+        if kind == "native_dropout":
+            return self.dropped(maker, name, inner)
         if maker.view:
-            self.values[new] = low.as_strided(wide.shape, wide.stride(), wide.storage_offset() + shift)
-        else:
-            with self.fake:
-                self.values[new] = empty_as(wide, low.dtype)
-        if kind == "as_strided":  # Its offset is one in the memory of what it views.
-            args = (*args[:3], args[3] + shift)
-        step = replace(maker, args=args, makes=(new,))
+            steps, mask = [self.viewed(maker, inner.name, new)], inner.mask
+            if mask is not None:
+                steps.append(self.viewed(maker, mask, f"{new}_mask"))
+                mask = f"{new}_mask"
+            return Narrow(new, inner.factor, (*inner.steps, *steps), mask)
+        if inner.mask is not None:
+            return None
+        with self.fake:
+            self.values[new] = empty_as(wide, low.dtype)
+        step = replace(maker, args=(Value(inner.name), *maker.args[1:]), makes=(new,))
         return replace(inner, name=new, steps=(*inner.steps, step))
+
+    def dropped(self, dropout: Operation, name: str, inner: Narrow) -> Narrow | None:
+        """What is known of the result of a dropout by what is known of its argument."""
+        _, p, training = dropout.args
+        out, mask = dropout.makes
+        if name != out or not mask or inner.mask is not None or not training or not 0 < p < 1:
+            return None
+        contiguous = all(self.values[n].is_contiguous() for n in (inner.name, out, mask))
+        written = storage(self.values[mask]) in self.written
+        return replace(inner, factor=inner.factor / (1 - p), mask=mask) if contiguous and not written else None
+
+    def viewed(self, view: Operation, name: str, new: str) -> Operation:
+        """A view of another value in the same layout as the one that is viewed."""
+        t, known, like = self.values[name], self.values[view.args[0].name], self.values[view.makes[0]]
+        shift = t.storage_offset() - known.storage_offset()
+        self.values[new] = t.as_strided(like.shape, like.stride(), like.storage_offset() + shift)
+        args = (Value(name), *view.args[1:])
+        if spelled(view) == "as_strided":  # Its offset is one in the memory of what it views.
+            args = (*args[:3], args[3] + shift)
+        return replace(view, args=args, makes=(new,))

@@ -2,6 +2,7 @@
 
     y = to(x·Wᵀ + to_float32(u·Bᵀ)·s)        the forward of one layer
     dx = ((dy1·W1 + to(du1·A1)) + dy2·W2) + to(du2·A2)       the gradient of what two layers read
+    dx = dy·W + to(mask∘(du·A)·s)        the same with a dropout before an adapter
 
 torch writes each product, scales it, casts it and adds it: passes over matrices that are as large as y. Such a sum is
 computed in one memory, to which each product adds.
@@ -38,11 +39,11 @@ class Terms:
 
     Attributes:
         products: the operands of those of which one memory holds the sum.
-        thin: a factor u of few columns, what it is multiplied with, and a number.
+        thin: a factor u of few columns, what it is multiplied with, a number, and the mask of a dropout or None.
     """
 
     products: list[tuple[Value, ...]] = field(default_factory=list)
-    thin: list[tuple[Value, Value, float]] = field(default_factory=list)
+    thin: list[tuple[Value, Value, float, Value | None]] = field(default_factory=list)
 
 
 def with_sums_of_products(program: Program, values: dict[str, Tensor]) -> Program:
@@ -83,7 +84,7 @@ class Part:
         if not backends.generates_kernels(y.device):
             return None
         terms, taken = Terms(), set[str]()
-        if not self.collect(out, out, 1.0, terms, taken, here) or not terms.products or not terms.thin:
+        if not self.collect(out, out, 1.0, None, terms, taken, here) or not terms.products or not terms.thin:
             return None
         # A bias is part of the product that comes first.
         terms.products.sort(key=len, reverse=True)
@@ -99,7 +100,9 @@ class Part:
             steps.append(Operation(VIEW, whole, {}, (out,), single=True, effect=False, view=True))
         return steps
 
-    def collect(self, name: str, out: str, factor: float, terms: Terms, taken: set[str], here: set[str]) -> bool:
+    def collect(
+        self, name: str, out: str, factor: float, mask: Value | None, terms: Terms, taken: set[str], here: set[str]
+    ) -> bool:
         """Whether a value is a sum of products, of the elements of ``out`` in their order. Adds to ``terms`` what it
         is the sum of, and to ``taken`` what nobody else needs then."""
         maker, t = self.makers.get(name), self.values[name]
@@ -115,15 +118,25 @@ class Part:
         taken.add(name)
         first = maker.args[0].name if maker.args and isinstance(maker.args[0], Value) else ""
         if maker.view or (kind in CASTS and maker.kwargs.get("device") in (None, y.device)):
-            return self.collect(first, out, factor, terms, taken, here)
+            return self.collect(first, out, factor, mask, terms, taken, here)
         if kind in FACTORS and len(maker.operands) == 1 and not isinstance(maker.args[1], Value):
             factor *= FACTORS[kind](maker.args[1])
-            return self.collect(first, out, factor, terms, taken, here)
+            return self.collect(first, out, factor, mask, terms, taken, here)
+        if kind == "native_dropout_backward" and mask is None and self.is_mask(maker.args[1], y):
+            return self.collect(first, out, factor * maker.args[2], maker.args[1], terms, taken, here)
         if kind == "add.Tensor" and len(maker.operands) == 2 and not maker.kwargs and factor == 1:
-            return all(self.collect(n, out, factor, terms, taken, here) for n in maker.operands)
-        return self.product(maker, kind, y.dtype, factor, terms)
+            return all(self.collect(n, out, factor, mask, terms, taken, here) for n in maker.operands)
+        return self.product(maker, kind, y.dtype, factor, mask, terms)
 
-    def product(self, maker: Operation, kind: str, dtype: torch.dtype, factor: float, terms: Terms) -> bool:
+    def is_mask(self, mask: Value, y: Tensor) -> bool:
+        """Whether a value has a byte for each element of y, in their order."""
+        t = self.values[mask.name]
+        same = t.dtype is torch.bool and t.is_contiguous() and t.shape[-1:] == y.shape[-1:] and t.numel() == y.numel()
+        return same and storage(t) not in self.written
+
+    def product(
+        self, maker: Operation, kind: str, dtype: torch.dtype, factor: float, mask: Value | None, terms: Terms
+    ) -> bool:
         """Whether a term is a product."""
         given: list[Any] = [*maker.args]
         if kind not in ("mm", "addmm") or maker.kwargs or not all(isinstance(arg, Value) for arg in given):
@@ -133,9 +146,9 @@ class Part:
             return False
         wide = tensors[0].dtype is torch.float32
         if kind == "mm" and tensors[0].shape[1] <= (LARGEST_RANK if wide else LARGEST_LOW_RANK):
-            terms.thin.append((given[0], given[1], factor))
+            terms.thin.append((given[0], given[1], factor, mask))
             return True
-        if tensors[0].dtype is not dtype or factor != 1:
+        if tensors[0].dtype is not dtype or factor != 1 or mask is not None:
             return False
         if kind == "addmm" and not (tensors[0].dim() == 1 and tensors[0].is_contiguous()):
             return False
