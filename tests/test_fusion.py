@@ -1834,6 +1834,55 @@ def lora_layers(device, **options):
     return model, patched
 
 
+class Attending(nn.Module):
+    """Three layers on one input, and one after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(72, 136) for _ in range(3))
+        self.o = nn.Linear(136, 72)
+
+    def forward(self, x):
+        h = x.sin()
+        return x + self.o(torch.sigmoid(self.q(h) * self.k(h)) * self.v(h))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_model_with_dropout_before_adapters(device, amp, monkeypatch):
+    """A region draws what peft draws, and what it computes of that is what peft computes."""
+    peft = pytest.importorskip("peft")
+    if INTERPRETED:  # What a dropout calls on a GPU.
+        monkeypatch.setattr(
+            F, "dropout", lambda input, p, training, inplace: torch.native_dropout(input, p, training)[0]
+        )
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules="all-linear", r=4, lora_dropout=0.2, init_lora_weights=False)
+    model = peft.get_peft_model(nn.Sequential(Attending(), Attending()).to(device, LOW), config)
+    patched = fastlayers.patch_model(copy.deepcopy(model))
+    programs = []
+    monkeypatch.setattr(fusion, "fused", lambda *given, of=fusion.fused: programs.append(of(*given)) or programs[-1])
+    for step in range(3):
+        x = torch.randn(2, 9, 72, device=device).to(LOW).requires_grad_()
+        answers = []
+        for each in (model, patched):
+            torch.manual_seed(step)
+            with torch.autocast(device, LOW, enabled=amp):
+                out = each(x)
+            loss = out.float().square().mean()
+            wanted = [x, *(p for p in each.parameters() if p.requires_grad)]
+            answers.append((out, loss, *torch.autograd.grad(loss, wanted), torch.rand(4, device=device)))
+        assert torch.equal(answers[0][-1], answers[1][-1])
+        for own, other in zip(answers[1], answers[0], strict=True):
+            torch.testing.assert_close(own, other, rtol=0, atol=TOLERANCE[LOW] * largest_of(other))
+    if INTERPRETED or device != "cpu":
+        masks = [o.makes[1] for p in programs for o in p.forward if plain_name(o.function) == "native_dropout"]
+        assert len(masks) == 4  # The blocks share a program.
+        assert {*masks} <= {name for p in programs for name in p.kept}
+        (found,) = {(names_of(p.backward)["thin_product"], names_of(p.backward)["sum_of_products"]) for p in programs}
+        assert found == ((4, 2) if amp else (12, 2))
+
+
 def answer_of(model, x):
     """The result outside of a region, the gradients, and whether a kernel added to it."""
     with no_regions():
