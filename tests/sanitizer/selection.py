@@ -288,11 +288,17 @@ def run_patched(dtype: torch.dtype, device: str) -> None:
 
 
 def run_adapter(dtype: torch.dtype, device: str) -> None:
-    """Of float32, beside 16 bits: rows, columns and ranks that fill no block."""
+    """Of float32, beside 16 bits: rows, columns and ranks that fill no block, with masks of dropouts and without."""
+    from fastlayers.kernels import low_rank
+
     x, y = (randn(3, 35, n, dtype=dtype, device=device).requires_grad_() for n in (130, 197))
     a, b = (randn(*shape, dtype=torch.float32, device=device).requires_grad_() for shape in ((5, 130), (197, 5)))
-    out = add_low_rank(y, x, a, b, 0.5)
-    torch.autograd.grad(out, (x, y, a, b), torch.ones_like(out))
+    for dropout in (0.0, 0.3):
+        out = add_low_rank(y, x, a, b, 0.5, dropout)
+        torch.autograd.grad(out, (x, y, a, b), torch.ones_like(out))
+    u, rows = randn(105, 5, dtype=torch.float32, device=device), randn(105, 197, dtype=dtype, device=device)
+    mask, weight = rows[:, :130].contiguous() > 0, randn(197, 130, dtype=dtype, device=device)
+    low_rank.sum_of_products(((rows, weight),), [(u, a.detach(), 2.0, mask)] * 3)
 
 
 def run_topk(dtype: torch.dtype, device: str) -> None:
