@@ -13,8 +13,8 @@ is dropped, and the product that adds to the gradient of x writes 0 there.
 rows      factor·(x∘mask)·t for x (R, C) and t (C, r): program = a block of rows of a chunk of the columns.
 columns   factor·(x∘mask)ᵀ·t for x (R, C) and t (R, r): program = a block of columns of a chunk of the rows.
           The partial sums of the chunks are added up in a fixed order.
-wide      factor·Σ mask∘(u·b) + bias + base for up to three u (R, r) and b (r, C), each with a mask if there are some:
-          program = a tile of the result.
+wide      factor·u·b + bias + base for u (R, r) and b (r, C): program = a tile of the result.
+          wide_masked: factor·Σ mask∘(u·b) + bias + base for up to three u and b, each with a mask.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fastlayers.kernels.reductions import sum_rows
 LEAST_RANK = 16
 #: Ranks that a program of `wide` has in registers at once: several thin products may be one.
 MOST_AT_ONCE = 16
-#: Masks of one launch of `wide`: the query, key and value layers read one input.
+#: Masks of one launch of `wide_masked`: the query, key and value layers read one input.
 MOST_MASKS = 3
 #: Programs for each multiprocessor, for which long rows and columns are cut into chunks.
 PROGRAMS_PER_MULTIPROCESSOR = 4
@@ -50,16 +50,18 @@ PROGRAMS_PER_MULTIPROCESSOR = 4
 def _dot(x, t, total, SPLIT: tl.constexpr):
     """total + x·t for x of 16 bits and t of these or float32. SPLIT: x is of bfloat16, which has the range of t."""
     if x.dtype == t.dtype:
-        return tl.dot(x, t, total)
-    if SPLIT:
+        total = tl.dot(x, t, total)
+    elif SPLIT:
         high = t.to(x.dtype)
         rest = t - high.to(tl.float32)
         middle = rest.to(x.dtype)
         low = (rest - middle.to(tl.float32)).to(x.dtype)
         total = tl.dot(x, low, total)
         total = tl.dot(x, middle, total)
-        return tl.dot(x, high, total)
-    return tl.dot(x.to(tl.float32), t, total, input_precision="tf32x3")
+        total = tl.dot(x, high, total)
+    else:
+        total = tl.dot(x.to(tl.float32), t, total, input_precision="tf32x3")
+    return total
 
 
 @triton.jit
@@ -128,59 +130,29 @@ def _columns(
 
 
 @triton.jit
-def _wide_term(
-    u_ptr, b_ptr, mask_ptr, row, column, rows, columns, rank, u_row, u_rank, b_rank, b_column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """A tile of mask∘(u·b)."""
-    y = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
-    for begin in range(0, rank, RANK):
-        j = begin + tl.arange(0, RANK)
-        u = tl.load(
-            u_ptr + row[:, None] * u_row + j[None, :] * u_rank,
-            mask=(row < rows)[:, None] & (j < rank)[None, :], other=0.0,
-        )  # fmt: skip
-        b = tl.load(
-            b_ptr + j[:, None] * b_rank + column[None, :] * b_column,
-            mask=(j < rank)[:, None] & (column < columns)[None, :], other=0.0,
-        )  # fmt: skip
-        if SPLIT:  # As two numbers of 16 bits each: the error is 2**-16, and the result is rounded to 8 bits.
-            u_high, b_high = u.to(tl.bfloat16), b.to(tl.bfloat16)
-            y = tl.dot((u - u_high.to(tl.float32)).to(tl.bfloat16), b_high, y)
-            y = tl.dot(u_high, (b - b_high.to(tl.float32)).to(tl.bfloat16), y)
-            y = tl.dot(u_high, b_high, y)
-        else:
-            y = tl.dot(u, b, y, input_precision="tf32x3")
-    if mask_ptr is not None:
-        place = row[:, None] * columns + column[None, :]
-        y = _kept(y, mask_ptr, place, (row < rows)[:, None] & (column < columns)[None, :])
+def _thin_dot(u_ptr, b_ptr, y, row, column, j, rows, columns, rank, u_row, u_rank, b_rank, b_column, SPLIT):
+    """y + u·b for the ranks j."""
+    u = tl.load(
+        u_ptr + row[:, None] * u_row + j[None, :] * u_rank,
+        mask=(row < rows)[:, None] & (j < rank)[None, :], other=0.0,
+    )  # fmt: skip
+    b = tl.load(
+        b_ptr + j[:, None] * b_rank + column[None, :] * b_column,
+        mask=(j < rank)[:, None] & (column < columns)[None, :], other=0.0,
+    )  # fmt: skip
+    if SPLIT:  # As two numbers of 16 bits each: the error is 2**-16, and the result is rounded to 8 bits.
+        u_high, b_high = u.to(tl.bfloat16), b.to(tl.bfloat16)
+        y = tl.dot((u - u_high.to(tl.float32)).to(tl.bfloat16), b_high, y)
+        y = tl.dot(u_high, (b - b_high.to(tl.float32)).to(tl.bfloat16), y)
+        y = tl.dot(u_high, b_high, y)
+    else:
+        y = tl.dot(u, b, y, input_precision="tf32x3")
     return y
 
 
 @triton.jit
-def _wide(
-    y_ptr, u_ptr, b_ptr, mask_ptr, mask1_ptr, mask2_ptr, bias_ptr, base_ptr, factor: tl.float64, rows, columns, rank,
-    u_row, u_rank, b_rank, b_column,
-    INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    blocks = tl.cdiv(columns, COLUMNS)
-    program = tl.program_id(0).to(INDEX)
-    row = program // blocks * ROWS + tl.arange(0, ROWS)
-    column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
-    y = _wide_term(
-        u_ptr, b_ptr, mask_ptr, row, column, rows, columns, rank, u_row, u_rank, b_rank, b_column,
-        ROWS, COLUMNS, RANK, SPLIT,
-    )  # fmt: skip
-    if mask1_ptr is not None:
-        y += _wide_term(
-            u_ptr + rank * u_rank, b_ptr + rank * b_rank, mask1_ptr, row, column, rows, columns, rank,
-            u_row, u_rank, b_rank, b_column, ROWS, COLUMNS, RANK, SPLIT,
-        )  # fmt: skip
-    if mask2_ptr is not None:
-        y += _wide_term(
-            u_ptr + 2 * rank * u_rank, b_ptr + 2 * rank * b_rank, mask2_ptr, row, column, rows, columns, rank,
-            u_row, u_rank, b_rank, b_column, ROWS, COLUMNS, RANK, SPLIT,
-        )  # fmt: skip
+def _store_wide(y_ptr, y, bias_ptr, base_ptr, factor, row, column, rows, columns):
+    """factor·y + bias + base, in the dtype of the result."""
     y *= factor
     if bias_ptr is not None:
         y += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
@@ -191,9 +163,55 @@ def _wide(
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _wide(
+    y_ptr, u_ptr, b_ptr, bias_ptr, base_ptr, factor: tl.float64, rows, columns, rank, u_row, u_rank, b_rank, b_column,
+    INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(columns, COLUMNS)
+    program = tl.program_id(0).to(INDEX)
+    row = program // blocks * ROWS + tl.arange(0, ROWS)
+    column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    y = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    for begin in range(0, rank, RANK):
+        j = begin + tl.arange(0, RANK)
+        y = _thin_dot(u_ptr, b_ptr, y, row, column, j, rows, columns, rank, u_row, u_rank, b_rank, b_column, SPLIT)
+    _store_wide(y_ptr, y, bias_ptr, base_ptr, factor, row, column, rows, columns)
+
+
+@triton.jit
+def _wide_masked(
+    y_ptr, u_ptr, b_ptr, bias_ptr, base_ptr, mask_ptr, mask1_ptr, mask2_ptr, factor: tl.float64, rows, columns, rank,
+    u_row, u_rank, b_rank, b_column, parts,
+    INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(columns, COLUMNS)
+    program = tl.program_id(0).to(INDEX)
+    row = program // blocks * ROWS + tl.arange(0, ROWS)
+    column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    y = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    for part in range(0, parts):  # Of three in a row the compiler would keep all masks in registers.
+        mask = mask_ptr
+        if mask1_ptr is not None:
+            if part == 1:
+                mask = mask1_ptr
+        if mask2_ptr is not None:
+            if part == 2:
+                mask = mask2_ptr
+        u, b = u_ptr + part * rank * u_rank, b_ptr + part * rank * b_rank
+        term = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            j = chunk * RANK + tl.arange(0, RANK)
+            term = _thin_dot(u, b, term, row, column, j, rows, columns, rank, u_row, u_rank, b_rank, b_column, SPLIT)
+        place = row[:, None] * columns + column[None, :]
+        y += _kept(term, mask, place, (row < rows)[:, None] & (column < columns)[None, :])
+    _store_wide(y_ptr, y, bias_ptr, base_ptr, factor, row, column, rows, columns)
+
+
 #: Rows and columns of a tile, and warps of a program.
-BLOCKS: dict[Any, tuple[int, int]] = {_rows: (64, 128), _columns: (64, 64), _wide: (64, 128)}
-WARPS: dict[Any, int] = {_rows: 4, _columns: 4, _wide: 4}
+BLOCKS: dict[Any, tuple[int, int]] = {_rows: (64, 128), _columns: (64, 64), _wide: (64, 128), _wide_masked: (64, 64)}
+WARPS: dict[Any, int] = {_rows: 4, _columns: 4, _wide: 4, _wide_masked: 4}
 
 # ------------------------------------------------------------------------------------------------------------- launches
 
@@ -227,21 +245,25 @@ def _thin_launch(
 
 @lru_cache(KEPT)
 def _wide_launch(
-    factor: float, shape: tuple[int, int, int], parts: int, strides: tuple[int, ...],
-    dtypes: tuple[torch.dtype | None, ...],
+    factor: float, shape: tuple[int, int, int], strides: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...],
+    masks: int,
 ) -> Launch:  # fmt: skip
-    """``shape`` has the rank of one of the ``parts``; ``dtypes`` are those of y, the factors, the bias and the base."""
-    rows, columns, rank = shape
+    """``dtypes`` are those of y, the factors, the bias and the base."""
+    rows, columns, ranks = shape
     u_row, u_rank, b_rank, b_column = strides
     reach = max(
-        rows * columns, extent((rows, parts * rank), (u_row, u_rank)),
-        extent((parts * rank, columns), (b_rank, b_column)),
+        rows * columns, extent((rows, ranks), (u_row, u_rank)), extent((ranks, columns), (b_rank, b_column))
     )  # fmt: skip
-    block_rows, block_columns = BLOCKS[_wide]
+    function: Any = _wide_masked if masks else _wide
+    rank = ranks // max(masks, 1)
+    block_rows, block_columns = BLOCKS[function]
     split = dtypes[0] is torch.bfloat16 and dtypes[1] is torch.float32
-    constants = (index_type(reach), block_rows, block_columns, min(_padded(rank), MOST_AT_ONCE), split)
+    at_once = min(_padded(rank), MOST_AT_ONCE)
+    scalars = (factor, rows, columns, rank, *strides, *((masks,) if masks else ()))
+    constants = (index_type(reach), block_rows, block_columns, at_once, split)
     programs = cdiv(rows, block_rows) * cdiv(columns, block_columns)
-    return Launch(_wide, programs, (factor, *shape, *strides), constants, WARPS[_wide])
+    chunks = (cdiv(rank, at_once),) if masks else ()
+    return Launch(function, programs, scalars, (*constants, *chunks), WARPS[function])
 
 
 # ------------------------------------------------------------------------------------------------------------ functions
@@ -290,12 +312,11 @@ def wide_product(
             contiguous bools, MOST_MASKS at most.
     """
     y = torch.empty((u.shape[0], b.shape[1]), dtype=dtype, device=u.device)
-    parts = max(len(masks), 1)
-    shape, strides = (*y.shape, u.shape[1] // parts), (*u.stride(), *b.stride())
+    shape, strides = (*y.shape, u.shape[1]), (*u.stride(), *b.stride())
     dtypes = (dtype, u.dtype, *(None if t is None else t.dtype for t in (bias, base)))
+    launch = _wide_launch(factor, shape, strides, dtypes, len(masks))  # type: ignore[arg-type]
     bits = [mask.view(torch.uint8) for mask in masks]
-    launch = _wide_launch(factor, shape, parts, strides, dtypes)  # type: ignore[arg-type]
-    launch(y, u, b, *bits, *(None for _ in range(MOST_MASKS - len(bits))), bias, base)
+    launch(y, u, b, bias, base, *bits, *((None,) * (MOST_MASKS - len(masks)) if masks else ()))
     return y
 
 
