@@ -117,14 +117,15 @@ def _columns(
     for begin in range(start, stop, ROWS):
         row = begin + tl.arange(0, ROWS)
         inside = row < stop
-        place = row[:, None] * x_row + column[None, :]
-        x = tl.load(x_ptr + place, mask=inside[:, None] & (column < columns)[None, :], other=0.0)
+        # A transposed tile, not the transpose of one: with a mask the compiler would not load ahead.
+        place = column[:, None] + row[None, :] * x_row
+        x = tl.load(x_ptr + place, mask=(column < columns)[:, None] & inside[None, :], other=0.0)
         if mask_ptr is not None:
-            x = _kept(x, mask_ptr, place, inside[:, None] & (column < columns)[None, :])
+            x = _kept(x, mask_ptr, place, (column < columns)[:, None] & inside[None, :])
         t = tl.load(
             t_ptr + row[:, None] * t_row + j[None, :] * t_rank, mask=inside[:, None] & (j < rank)[None, :], other=0.0
         )
-        total = _dot(tl.trans(x), t, total, SPLIT)
+        total = _dot(x, t, total, SPLIT)
     out = partial_ptr + part * columns * rank + column[:, None] * out_column + j[None, :] * out_rank
     tl.store(out, total * factor, mask=(column < columns)[:, None] & (j < rank)[None, :])
 
@@ -193,12 +194,10 @@ def _wide_masked(
     y = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     for part in range(0, parts):  # Of three in a row the compiler would keep all masks in registers.
         mask = mask_ptr
-        if mask1_ptr is not None:
-            if part == 1:
-                mask = mask1_ptr
-        if mask2_ptr is not None:
-            if part == 2:
-                mask = mask2_ptr
+        if part == 1:
+            mask = mask1_ptr
+        if part == 2:
+            mask = mask2_ptr
         u, b = u_ptr + part * rank * u_rank, b_ptr + part * rank * b_rank
         term = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
         for chunk in tl.static_range(CHUNKS):
@@ -315,8 +314,8 @@ def wide_product(
     shape, strides = (*y.shape, u.shape[1]), (*u.stride(), *b.stride())
     dtypes = (dtype, u.dtype, *(None if t is None else t.dtype for t in (bias, base)))
     launch = _wide_launch(factor, shape, strides, dtypes, len(masks))  # type: ignore[arg-type]
-    bits = [mask.view(torch.uint8) for mask in masks]
-    launch(y, u, b, bias, base, *bits, *((None,) * (MOST_MASKS - len(masks)) if masks else ()))
+    bits = [masks[min(i, len(masks) - 1)].view(torch.uint8) for i in range(MOST_MASKS if masks else 0)]
+    launch(y, u, b, bias, base, *bits)
     return y
 
 
