@@ -1623,6 +1623,33 @@ def test_dropouts_before_adapters_on_one_input(device):
 
 
 @pytest.mark.parametrize("device", PLACES)
+def test_an_adapter_with_a_magnitude(device):
+    """DoRA: no identity matrix is made, and what B gives is multiplied again, not kept."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 17, 130, device=device, dtype=LOW, requires_grad=True)
+    weight = (torch.randn(136, 130, device=device) * 0.1).to(LOW)
+    a, b = adapter(device, torch.float32, 130, 136, 5)
+    magnitude = torch.rand(136, device=device).add_(0.5).requires_grad_()
+
+    def function(x, weight, a, b, magnitude):
+        y = F.linear(x, weight)
+        product = F.linear(F.linear(torch.eye(130, device=device), a), b).T.detach()
+        norm = torch.linalg.norm(weight.to(product.dtype) + 0.75 * product, dim=1).detach()
+        share = (magnitude / norm).view(1, -1)
+        thin = F.linear(F.linear(x.to(a.dtype), a), b)
+        return (y + (share - 1) * y + share * thin * 0.75).to(y.dtype)
+
+    program, other = check(function, x, weight, a, b, magnitude, tolerance=TOLERANCE[LOW])
+    assert "eye" in names_of(program.forward)
+    assert "eye" not in names_of(other.forward)
+    # One is thin, two are terms of a sum, and one is computed again.
+    assert names_of(other.backward)["mm"] == names_of(program.backward)["mm"] - 3 + 1
+    large = {o.makes[0] for o in other.forward if plain_name(o.function) == "mm"}
+    assert large
+    assert large.isdisjoint(other.kept)
+
+
+@pytest.mark.parametrize("device", PLACES)
 def test_dropouts_that_stay(device):
     """What is dropped is a result, or read by something else; nothing is trained; the mask is read too."""
     torch.manual_seed(0)

@@ -7,6 +7,7 @@
 - A cast to float32 and back, as between layers of two dtypes, is what was cast.
 - A product of a float32 cast of a 16-bit tensor and a thin float32 one, as an adapter's in a model of 16 bits, reads
   what was cast, once. With a dropout between them it reads the mask as well, and what was dropped is not kept.
+- A product with an identity matrix, by which peft multiplies the factors of DoRA, is a copy.
 - A convolution with a bias, which torch adds in a kernel of its own, is one without and a sum, which can be fused with
   what follows.
 - An activation has a kernel of csrc, which sums the gradient of a bias before it as well.
@@ -54,6 +55,7 @@ ACTS = {("gelu", "none"): "gelu", ("gelu", "tanh"): "gelu_tanh", ("silu", "none"
 CONVOLUTION = torch.ops.aten.convolution.default
 TO_DTYPE = torch.ops.aten.to.dtype
 VIEW = torch.ops.aten.view.default
+CLONE = torch.ops.aten.clone.default
 #: Bytes of a result to which a kernel of ours adds a bias in less time than torch's, which takes element by element.
 LARGE = 2**22
 #: Operations that multiply by a number, which a product may do as well.
@@ -114,6 +116,9 @@ class Part:
                 columns = self.values[operation.makes[0]].shape[-1]
                 kernel = torch.ops.fastlayers.gather_backward.default
                 found.append(replace(operation, function=kernel, args=(dy, index, columns)))
+            elif name == "mm" and self.is_identity(operation.args[0].name):
+                copied, kwargs = (operation.args[1],), {"memory_format": torch.contiguous_format}
+                found.append(replace(operation, function=CLONE, args=copied, kwargs=kwargs))
             elif WIDE.get(name) is not None:
                 found += self.of_narrow(operation) or self.of_thin(operation) or [operation]
             elif name in CASTS:
@@ -212,6 +217,11 @@ class Part:
             and out.is_contiguous()
             and of_dy.shape == of_index.shape
         )
+
+    def is_identity(self, name: str) -> bool:
+        """Whether a value is a square matrix of ones on its diagonal, and zeros."""
+        maker = self.makers.get(name)
+        return maker is not None and spelled(maker) == "eye" and storage(self.values[name]) not in self.written
 
     def of_narrow(self, operation: Operation) -> list[Operation] | None:
         """A product of casts as that of what was cast; None for another product."""
