@@ -27,20 +27,22 @@ def with_products_again(program: Program, values: dict[str, Tensor]) -> Program:
         return program
     makers = makers_of(program.forward)
     written = written_by([*program.forward, *program.backward], values)
-    steps: dict[str, Operation] = {}
+    chains = {name: chain_of(name, program, makers) for name in program.kept if name not in program.results}
     names: dict[str, str] = {}
-    for name in program.kept:
-        chain = chain_of(name, program, makers)
-        if name in program.results or any(storage(values[operation.makes[0]]) in written for operation in chain):
-            continue
-        for operation in chain:
-            (made,) = operation.makes
-            names[made] = f"{made}_again"
-            values[names[made]] = values[made]
-            steps[made] = replace(with_names(operation, names), makes=(names[made],))
-    backward = [*steps.values(), *(with_names(operation, names) for operation in program.backward)]
-    wanted = tuple(None if name is None else names.get(name, name) for name in program.wanted)
-    return keeping(replace(program, backward=backward, wanted=wanted))
+    backward: list[Operation] = []
+    for given in program.backward:
+        for name in given.operands:
+            chain = chains.pop(name, [])
+            if any(storage(values[step.makes[0]]) in written for step in chain):
+                continue
+            for step in chain:  # Just before its first use: it is as large as what would have been kept.
+                (made,) = step.makes
+                if made not in names:
+                    new = f"{made}_again"
+                    backward.append(replace(with_names(step, names), makes=(new,)))
+                    names[made], values[new] = new, values[made]
+        backward.append(with_names(given, names))
+    return keeping(replace(program, backward=backward))
 
 
 def chain_of(name: str, program: Program, makers: Mapping[str, Operation]) -> list[Operation]:
