@@ -339,8 +339,8 @@ class Part:
         if kind in CASTS:
             return inner if same and inner.mask is not None and low.dtype is wide.dtype else None
         if kind in FACTORS:
-            number = maker.args[1]
-            same &= number != 0 and known.dtype is wide.dtype
+            number = maker.args[1]  # In the square of a value it is that value.
+            same &= not isinstance(number, Value) and number != 0 and known.dtype is wide.dtype
             return replace(inner, factor=inner.factor * FACTORS[kind](number)) if same else None
         if kind == "native_dropout":
             return self.dropped(maker, name, inner)
