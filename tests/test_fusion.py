@@ -1720,10 +1720,11 @@ def test_an_adapter_of_float64_stays(device):
 
 
 @pytest.mark.parametrize("device", PLACES)
-def test_thin_products_have_the_error_of_float32(device):
+@pytest.mark.parametrize("rank", [12, 64, 128])
+def test_thin_products_have_the_error_of_float32(device, rank):
     torch.manual_seed(0)
     x, dy = (torch.randn(190, 260, device=device).to(LOW) for _ in range(2))
-    t, u = torch.randn(260, 12, device=device), torch.randn(190, 12, device=device)
+    t, u = torch.randn(260, rank, device=device), torch.randn(190, rank, device=device)
     for a, b in ((x, t), (t.t(), x.t()), (dy.t(), u), (u.t(), dy), (x[:, 8:200], t[8:200]), (x[::3], t)):
         own = low_rank.thin_product(a, b, 1.5)
         exact = 1.5 * a.double() @ b.double()

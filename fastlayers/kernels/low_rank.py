@@ -40,6 +40,9 @@ LEAST_RANK = 16
 MOST_AT_ONCE = 16
 #: Masks of one launch of `wide_masked`: the query, key and value layers read one input.
 MOST_MASKS = 3
+#: Elements of t that a thin product takes at once. Tiles of it are loaded ahead, which takes at most 77 KiB of shared
+#: memory. With 128 rows of t whatever the rank, one of 128 would need 272 KiB, more than any GPU has.
+LARGEST_STEP = 2048
 #: Programs for each multiprocessor, for which long rows and columns are cut into chunks.
 PROGRAMS_PER_MULTIPROCESSOR = 4
 
@@ -227,8 +230,13 @@ def _thin_launch(
     """The launch of ``_rows`` or ``_columns``, and the number of its partial sums. ``dtypes`` are those of x and t."""
     rows, columns, rank = shape
     (block_rows, block_columns), warps = BLOCKS[function], WARPS[function]
-    along, across = (columns, rows) if function is _rows else (rows, columns)
-    step, block = (block_columns, block_rows) if function is _rows else (block_rows, block_columns)
+    along_rows = function is _columns
+    along, across = (rows, columns) if along_rows else (columns, rows)
+    if along_rows:
+        block_rows = min(block_rows, LARGEST_STEP // _padded(rank))
+    else:
+        block_columns = min(block_columns, LARGEST_STEP // _padded(rank))
+    step, block = (block_rows, block_columns) if along_rows else (block_columns, block_rows)
     blocks = cdiv(across, block)
     wanted = cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), blocks)
     chunk = cdiv(cdiv(along, wanted), step) * step
