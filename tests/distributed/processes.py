@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 _folder = ""
+#: Python has one server to fork from, which the benchmark of models uses too: its module is here for that.
 PRELOADED = [
-    "fastlayers", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "benchmarks.preload", "fastlayers", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
     "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
 ]  # fmt: skip
 
