@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastlayers.ops.dispatch import is_dtensor
 from fastlayers.version import __version__
 
 __all__ = ["CheckpointError", "IncompatibleKeys", "load_model", "save_model"]
@@ -65,9 +66,9 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     tensors: dict[str, Tensor] = {}
     for key, value in state.items():
         if key not in tied:
-            whole = gather(value) if is_sharded(value) else value
+            whole = gather(value) if is_dtensor(value) else value
             if writes:
-                tensors[key] = (whole.cpu() if is_sharded(value) else whole).detach().contiguous()
+                tensors[key] = (whole.cpu() if is_dtensor(value) else whole).detach().contiguous()
     if not writes:
         return
     # After the last tensor is gathered: an error before would leave the other processes waiting.
@@ -139,19 +140,14 @@ def canonical_state(model: nn.Module) -> dict[str, Any]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     state = model.state_dict()
-    if any(map(is_sharded, state.values())):
+    if any(map(is_dtensor, state.values())):
         state = model.state_dict(keep_vars=True)  # Only the parameter itself tells whether it has several names.
     return dict(zip(canonical_keys(model), state.values(), strict=True))
 
 
-def is_sharded(value: Any) -> bool:
-    """Whether a value is a DTensor, without the second that the import of its class takes."""
-    return type(value).__name__ == "DTensor"
-
-
 def is_writer(state: dict[str, Any]) -> bool:
     """Whether this process is the first of those that share the parameters."""
-    ranks = {rank for value in state.values() if is_sharded(value) for rank in value.device_mesh.mesh.view(-1).tolist()}
+    ranks = {rank for value in state.values() if is_dtensor(value) for rank in value.device_mesh.mesh.view(-1).tolist()}
     return not ranks or torch.distributed.get_rank() == min(ranks)
 
 
@@ -163,7 +159,7 @@ def gather(value: Any) -> Tensor:
 
 def shard(value: Tensor, like: Any) -> Tensor:
     """A whole tensor as ``like`` is, a DTensor if that is one. All processes have the same tensor."""
-    if not is_sharded(like):
+    if not is_dtensor(like):
         return value
     from torch.distributed.tensor import distribute_tensor
 
@@ -191,7 +187,7 @@ def tied_groups(state: dict[str, Any]) -> list[list[str]]:
     for key, value in state.items():
         if isinstance(value, Tensor) and value.numel() and value.layout == torch.strided and not value.is_meta:
             place: Any = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-            if is_sharded(value):  # It has no memory of its own, and its shard may be empty here.
+            if is_dtensor(value):  # It has no memory of its own, and its shard may be empty here.
                 place = id(value)
             groups.setdefault(place, []).append(key)
     return [group for group in groups.values() if len(group) > 1]
@@ -200,7 +196,7 @@ def tied_groups(state: dict[str, Any]) -> list[list[str]]:
 def check_storable(key: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"cannot save {key}: a safetensors file holds tensors, and this is a {type(value).__name__}")
-    if not is_sharded(value) and (type(value) not in (Tensor, nn.Parameter) or value.is_quantized):
+    if not is_dtensor(value) and (type(value) not in (Tensor, nn.Parameter) or value.is_quantized):
         raise TypeError(f"cannot save {key}: it is a {type(value).__name__}; gather or dequantise it first")
     if value.layout != torch.strided:
         raise TypeError(f"cannot save {key}: its layout is {value.layout}, expected a dense tensor")

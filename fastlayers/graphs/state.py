@@ -132,7 +132,7 @@ class State:
         )
 
     def is_in_place(self) -> bool:
-        """Whether parameters and buffers are where they were: FSDP2 gathers its own anew for a backward."""
+        """Whether parameters and buffers are where they were: FSDP2 gathers its own again for a backward."""
         return [t.data_ptr() for t in self.tensors] == self.addresses
 
 

@@ -61,7 +61,7 @@ def is_plain(t: object) -> TypeGuard[Tensor]:
 
 
 def is_dtensor(t: object) -> bool:
-    """Whether ``t`` is a DTensor. By its name: torch.distributed.tensor need not be imported."""
+    """Whether ``t`` is a DTensor. By its name: torch.distributed.tensor takes a second to import."""
     return type(t).__name__ == "DTensor"
 
 

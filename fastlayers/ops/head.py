@@ -522,10 +522,6 @@ def cast(dtype: torch.dtype, low: torch.dtype | None) -> torch.dtype:
     return dtype if low is None or dtype is torch.float64 else low
 
 
-def is_sharded(linear_weight: object) -> bool:
-    return type(linear_weight).__name__ == "DTensor"
-
-
 def check(
     name: str, input: Tensor, linear_weight: Tensor, target: Tensor, softcap: float | None, logit_scale: float,
     chunk_size: int | None, low_rank: object = None,
@@ -546,7 +542,7 @@ def check(
     for t in (input, linear_weight, target):
         if not isinstance(t, Tensor):
             raise dispatch.expected_tensor(t)
-    if is_sharded(linear_weight) and not is_sharded(input):
+    if dispatch.is_dtensor(linear_weight) and not dispatch.is_dtensor(input):
         raise TypeError(
             f"{name}(): expected linear_weight to be a whole tensor, but got a DTensor. Call it inside of"
             " the forward of the module that fully_shard wraps, where parameters are whole, or pass"

@@ -28,7 +28,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, dtensor, head, reference, residual, vocab_parallel, vocab_parallel_head
+from fastlayers.ops import (
+    dispatch,
+    dtensor,
+    head,
+    head_loss,
+    reference,
+    residual,
+    vocab_parallel,
+    vocab_parallel_head,
+)
 from fastlayers.ops.activations import activation
 from fastlayers.ops.batch_norm import batch_norm
 from fastlayers.ops.bias_act import FASTER_BARE, bias_act
@@ -421,15 +430,16 @@ def _linear_cross_entropy_across(
         problem = "the products are in float16; expected bfloat16 or float32, for gradients of logits that are small"
     if problem is not None and (own.numel() or len(groups) != 1):
         raise NoRuleError(problem)
-    rest = vocab_parallel_head.Rest(
+    rest = head_loss.Rest(
         vocab_parallel.Options(groups[0], shards.start(last), ignore_index, smoothing, softcap, z_loss),
         head.Rest(compute, low, logit_scale, vocab_parallel_head.chunk_size(own_target.numel())),
-        reduction,
+        torch.promote_types(compute, torch.float32),
+        reduction != NONE,
     )
     count = None
     if reduction == MEAN:
         count = dtensor.reduce((own_target != ignore_index).sum(), shards.groups(*range(last)))
-    loss: Tensor = vocab_parallel_head.VocabParallelHead.apply(own, own_weight, own_bias, own_target, count, rest)
+    loss = head_loss.call(vocab_parallel_head.METHOD, head.Leaves(own, own_weight, own_bias), (own_target, count), rest)
     loss = loss.to(torch.float32 if low is not None and compute in reference.LOW_PRECISION else compute)
     if reduction == NONE:
         return shards.wrap(loss.view(own_target.shape), without=last)

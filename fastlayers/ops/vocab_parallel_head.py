@@ -2,27 +2,20 @@
 
 Each rank computes the logits of its own classes, chunk by chunk, as :mod:`fastlayers.ops.head` does. A chunk needs two
 all-reduces of some numbers a row, those of :mod:`fastlayers.ops.vocab_parallel`. The gradient of the input is a part of
-a sum over the ranks, which is left to the caller.
+a sum over the ranks, which is left to the caller. :mod:`fastlayers.ops.head_loss` has the autograd Function.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastlayers.ops import head, vocab_parallel
-from fastlayers.ops.cross_entropy import NONE
-
-
-class Rest(NamedTuple):
-    """The arguments that are not tensors."""
-
-    options: vocab_parallel.Options
-    head: head.Rest
-    reduction: int
+from fastlayers.ops import head, head_loss, vocab_parallel
+from fastlayers.ops.dispatch import Needs
+from fastlayers.ops.head import Gradients, Leaves
+from fastlayers.ops.head_loss import Others, Rest
 
 
 def chunk_size(rows: int) -> int:
@@ -31,83 +24,57 @@ def chunk_size(rows: int) -> int:
     return max(1, -(-rows // (count * head.ROW_TILE))) * head.ROW_TILE
 
 
-def _sweep(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, rest: Rest, scale: Tensor | None,
-    wanted: tuple[bool, ...],
-) -> tuple[Tensor, head.Gradients]:  # fmt: skip
-    """The loss of each row, and the wanted gradients of ``sum(losses * scale)``, without those of other ranks."""
-    classes, columns = target.reshape(-1), linear_weight.shape[0]
+def _sweep(leaves: Leaves, target: Tensor, rest: Rest, scale: Tensor | None, wanted: Needs) -> tuple[Tensor, Gradients]:
+    """The loss of each row, and the wanted gradients of ``sum(losses * scale)``, without those of other ranks.
+
+    Rows without a label stay, unlike in :func:`head_loss.sweep`: whether they leave depends on a rank's classes.
+    """
+    classes, columns = target.reshape(-1), leaves.linear_weight.shape[0]
     wide = torch.promote_types(rest.head.compute, torch.float32)
-    losses = torch.zeros(classes.shape[0], dtype=wide, device=input.device)
-    tensors = (input, linear_weight, linear_bias)
+    losses = torch.zeros(classes.shape[0], dtype=wide, device=target.device)
     if classes.numel() == 0:
-        zeros = (torch.zeros_like(t) if t is not None and w else None for t, w in zip(tensors, wanted, strict=True))
-        return losses, head.Gradients(*zeros)
+        pairs = zip(leaves.tensors, wanted, strict=True)
+        return losses, Gradients(*(torch.zeros_like(t) if t is not None and w else None for t, w in pairs))
 
     def chunk(logits: Tensor, start: int, end: int) -> None:
         own, part = logits[:, :columns], classes[start:end]
-        found, lse, share = vocab_parallel.evaluate(own, part, rest.options)
+        found, lse, share = vocab_parallel.evaluate(own, part, rest.loss)
         losses[start:end] = found
         if any(wanted):
             factor = torch.ones_like(found) if scale is None else scale.expand(classes.shape)[start:end].contiguous()
-            own.copy_(vocab_parallel.gradient(factor, own, part, lse, share, rest.options))
+            own.copy_(vocab_parallel.gradient(factor, own, part, lse, share, rest.loss))
             logits[:, columns:] = 0.0
 
     low = rest.head.low
-    with torch.no_grad(), nullcontext() if low is None else torch.autocast(input.device.type, enabled=False):
-        return losses, head.sweep(*tensors, rest.head, chunk, 1.0, wanted)
+    with torch.no_grad(), nullcontext() if low is None else torch.autocast(target.device.type, enabled=False):
+        return losses, head.sweep(*leaves[:3], rest.head, chunk, 1.0, wanted)
 
 
-class VocabParallelHead(torch.autograd.Function):
-    """The losses of the rows, or their sum; for a mean, that divided by ``count``, the number of all ranks' rows.
-
-    Keeps its inputs, and the gradients of a sum or a mean, which the first backward multiplies and returns.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor,
-        count: Tensor | None, rest: Rest,
-    ) -> Tensor:  # fmt: skip
-        wanted = ctx.needs_input_grad[:3] if rest.reduction != NONE else (False, False, False)
-        scale = VocabParallelHead.scale_of(count, rest)
-        losses, gradients = _sweep(input, linear_weight, linear_bias, target, rest, scale, wanted)
-        ctx.save_for_backward(input, linear_weight, linear_bias, target, count, *gradients[:3])
-        ctx.rest, ctx.returned = rest, False
-        if rest.reduction == NONE:
-            return losses
-        total = losses.sum()
-        return total if count is None else total / count
-
-    @staticmethod
-    def scale_of(count: Tensor | None, rest: Rest) -> Tensor | None:
-        """Where all rows are ignored the loss is NaN, and the gradients are 0 as torch's."""
-        if count is None:
-            return None
-        wide = torch.promote_types(rest.head.compute, torch.float32)
-        return torch.where(count == 0, 0.0, 1.0 / count).to(wide)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "linear_cross_entropy() of sharded classes has no second derivative, which create_graph=True asks for:"
-                " it would need the logits of the other ranks"
-            )
-        input, linear_weight, linear_bias, target, count, *ready = ctx.saved_tensors
-        tensors, rest, wanted = (input, linear_weight, linear_bias, target), ctx.rest, ctx.needs_input_grad[:3]
-        if rest.reduction == NONE:
-            return *_sweep(*tensors, rest, dy, wanted)[1][:3], None, None, None
-        if ctx.returned:
-            found = _sweep(*tensors, rest, VocabParallelHead.scale_of(count, rest), wanted)[1][:3]
-        else:
-            # Without the version counter: to autograd what it saved for a second backward stays as it was.
-            first, second, third = (None if g is None else g.data for g in ready)
-            found = (first, second, third)
-            ctx.returned = True
-        return *(None if g is None else _scale_(g, dy) for g in found), None, None, None
+def _evaluate(leaves: Leaves, others: Others, rest: Rest, wanted: Needs) -> tuple[Tensor, None, Gradients]:
+    """The losses of the rows, or their sum; for a mean, that divided by the number of all ranks' rows."""
+    target, count = others
+    scale = None
+    if count is not None:
+        # Where all rows are ignored the loss is NaN, and the gradients are 0 as torch's.
+        scale = torch.where(count == 0, 0.0, 1.0 / count).to(torch.promote_types(rest.head.compute, torch.float32))
+    losses, gradients = _sweep(leaves, target, rest, scale, wanted)
+    if not rest.summed:
+        return losses, None, gradients
+    total = losses.sum()
+    return total if count is None else total / count, None, gradients
 
 
-def _scale_(gradient: Tensor, dy: Tensor) -> Tensor:
-    """In place: no one else holds the gradient. With one dimension dy is not rounded to the gradient's dtype."""
-    return torch.mul(gradient, dy.view(1), out=gradient)
+def _gradients_of_rows(dy: Tensor, leaves: Leaves, others: Others, rest: Rest, wanted: Needs) -> Gradients:
+    return _sweep(leaves, others[0], rest, dy, wanted)[1]
+
+
+def _compose(leaves: Leaves, others: Others, rest: Rest) -> Tensor:
+    raise RuntimeError(
+        "linear_cross_entropy() of sharded classes has no second derivative, which create_graph=True asks for: it would"
+        " need the logits of the other ranks"
+    )
+
+
+#: Of the target and, for a mean, the number of all ranks' rows with a label. The options of the loss are those of
+#: :mod:`fastlayers.ops.vocab_parallel`.
+METHOD = head_loss.Method(_evaluate, _gradients_of_rows, _compose)
