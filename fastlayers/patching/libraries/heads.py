@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlayers.ops.dispatch import is_plain
+from fastlayers.ops.head import autocast_dtype
 from fastlayers.patching.runtime.checks import no_hooks, original_class, plain, untouched
 from fastlayers.patching.runtime.lazy import Head
 
@@ -50,11 +51,6 @@ def name_of(layer: nn.Module) -> str:
     """The full name of the class of a layer. It says what the layer is without an import of its library."""
     kind = original_class(layer)
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 from fastlayers import functional
 from fastlayers.modules import FusedCrossEntropyLoss
+from fastlayers.ops.head import autocast_dtype
 from fastlayers.ops.reference import LOW_PRECISION
 from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
 from fastlayers.patching.capture.syntax import parse
@@ -180,9 +181,8 @@ def later(logits: DeferredLogits, finish: Callable[[Tensor], Tensor], name: str)
     """The logits of an output whose loss was computed from deferred ones; ``name`` is that of the head."""
     if not can_be_lazy():
         return None
-    kind = logits.hidden.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return lazy(Recipe(logits.head, name, finish, autocast), (logits.hidden, *logits.adapted))
+    recipe = Recipe(logits.head, name, finish, autocast_dtype(logits.hidden))
+    return lazy(recipe, (logits.hidden, *logits.adapted))
 
 
 def float32_result(x: Tensor) -> Any:
