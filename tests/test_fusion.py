@@ -29,8 +29,8 @@ from fastlayers import functional as FL
 from fastlayers.kernels import generated, low_rank
 from fastlayers.kernels.affine import Index, divide, indices_of, unflatten
 from fastlayers.kernels.generated import FAST, FORMULAS, Kernel, balanced
+from fastlayers.ops import glu, reference
 from fastlayers.ops import low_rank as ops
-from fastlayers.ops import reference
 from fastlayers.ops.activations import BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
 from fastlayers.patching.rewrite import executors, fusion, specialised
@@ -1647,6 +1647,24 @@ def test_an_adapter_with_a_magnitude(device):
     large = {o.makes[0] for o in other.forward if plain_name(o.function) == "mm"}
     assert large
     assert large.isdisjoint(other.kept)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_a_gate_before_an_adapter(device, monkeypatch):
+    """Its product is what A's gradient reads, and computed again of the gate and what it lets pass."""
+    monkeypatch.setattr(glu, "CPU_LEAST", 0)
+    torch.manual_seed(0)
+    gate, up = (torch.randn(2, 17, 136, device=device, dtype=LOW, requires_grad=True) for _ in range(2))
+    weight = (torch.randn(72, 136, device=device) * 0.1).to(LOW)
+    factors = adapter(device, torch.float32, 136, 72, 8)
+    _, other = check(
+        lambda gate, up, *given: adapted(FL.swiglu(gate, up), *given, 0.75),
+        gate, up, weight, *factors, tolerance=TOLERANCE[LOW],
+    )  # fmt: skip
+    (product,) = (o.makes[0] for o in other.forward if plain_name(o.function) == "gated_forward")
+    assert product not in other.kept
+    assert len(other.kept) == 6  # gate, up, A, B, the frozen weight and the thin product
+    assert names_of(other.backward)["gated_forward"] == 1
 
 
 @pytest.mark.parametrize("device", PLACES)
