@@ -23,7 +23,7 @@ BLOCK = 32
 
 @triton.jit
 def _merge(moments_ptr, count_ptr, gathered_ptr, processes, channels, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    """moments = (mean, biased variance, unbiased variance), of the rows (means, squared deviations, count)."""
+    """moments = (mean, biased variance, unbiased variance), of the rows (means, unbiased variances, count)."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     mean = tl.full((BLOCK,), 0.0, ACC)
@@ -36,7 +36,8 @@ def _merge(moments_ptr, count_ptr, gathered_ptr, processes, channels, ACC: tl.co
         share = own / tl.maximum(total, 1.0)  # 0 of an empty batch
         deviation = tl.load(row + channel, mask=inside, other=0.0) - mean
         mean += deviation * share
-        squares += tl.load(row + channels + channel, mask=inside, other=0.0) + deviation * deviation * (count * share)
+        of_row = tl.load(row + channels + channel, mask=inside, other=0.0) * tl.maximum(own - 1.0, 1.0)
+        squares += of_row + deviation * deviation * (count * share)
         count = total
     tl.store(moments_ptr + channel, mean, mask=inside)
     tl.store(moments_ptr + channels + channel, squares / tl.maximum(count, 1.0), mask=inside)
@@ -45,16 +46,34 @@ def _merge(moments_ptr, count_ptr, gathered_ptr, processes, channels, ACC: tl.co
         tl.store(count_ptr, count)
 
 
+@triton.jit
+def _update(
+    mean_ptr, var_ptr, moments_ptr, count_ptr, channels, momentum: tl.float64, ACC: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The running statistics move by ``momentum`` to the mean and the unbiased variance of ``moments``."""
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    share = tl.full((), momentum, ACC) * tl.minimum(tl.load(count_ptr), 1.0)  # Empty batches say nothing.
+    running_mean = tl.load(mean_ptr + channel, mask=inside, other=0.0).to(ACC)
+    running_var = tl.load(var_ptr + channel, mask=inside, other=0.0).to(ACC)
+    mean = tl.load(moments_ptr + channel, mask=inside, other=0.0)
+    var = tl.load(moments_ptr + 2 * channels + channel, mask=inside, other=0.0)
+    running_mean = (1.0 - share) * running_mean + share * mean
+    running_var = (1.0 - share) * running_var + share * var
+    tl.store(mean_ptr + channel, running_mean.to(mean_ptr.dtype.element_ty), mask=inside)
+    tl.store(var_ptr + channel, running_var.to(var_ptr.dtype.element_ty), mask=inside)
+
+
 def sync_batch_norm_statistics(x: Tensor) -> Tensor:
-    """(2, C): the mean of each channel of x, and the sum of the squared deviations from it."""
+    """(2C + 1,): the mean of each channel of x, its unbiased variance, and how many values they are of."""
     x, _, plan = prepare_forward(x, (None,) * 5, 1.0, 1.0, 0, False)
+    channels = x.shape[1]
     part = torch.empty(plan.geometry.part_shape, dtype=plan.accumulator, device=x.device)
-    stats = torch.empty(2, x.shape[1], dtype=plan.accumulator, device=x.device)
-    moments = torch.zeros_like(stats)
+    stats = torch.empty(2, channels, dtype=plan.accumulator, device=x.device)
+    sent = torch.full((2 * channels + 1,), x.numel() // channels, dtype=plan.accumulator, device=x.device)
     plan.statistics(part, x)
-    plan.finish(stats, moments[0], moments[1], part)
-    moments[1].mul_(max(x.numel() // x.shape[1] - 1, 1))  # the kernel's variance is unbiased
-    return moments
+    plan.finish(stats, sent, sent[channels:], part)  # A running statistic with a momentum of 1 is that of x.
+    return sent
 
 
 @lru_cache(KEPT)
@@ -64,7 +83,7 @@ def _merge_launch(processes: int, channels: int, dtype: torch.dtype) -> Launch:
 
 
 def sync_batch_norm_merge(gathered: Tensor) -> tuple[Tensor, Tensor]:
-    """(moments, count) of rows with the means, the squared deviations and the count of each process.
+    """(moments, count) of rows with the means, the unbiased variances and the count of each process.
 
     The moments are means, biased and unbiased variances, as (3, C).
     """
@@ -72,6 +91,21 @@ def sync_batch_norm_merge(gathered: Tensor) -> tuple[Tensor, Tensor]:
     moments, count = gathered.new_empty(3, channels), gathered.new_empty(())
     _merge_launch(processes, channels, gathered.dtype)(moments, count, gathered)
     return moments, count
+
+
+@lru_cache(KEPT)
+def _update_launch(channels: int, momentum: float, dtypes: tuple[torch.dtype, ...]) -> Launch:
+    """``dtypes``: of the moments and the running statistics."""
+    constants = (accumulator(dtypes[0])[0], BLOCK)
+    return Launch(_update, cdiv(channels, BLOCK), (channels, momentum), constants, 1)
+
+
+def sync_batch_norm_update_(
+    running_mean: Tensor, running_var: Tensor, moments: Tensor, count: Tensor, momentum: float
+) -> None:
+    """Move the running statistics, which are contiguous, by ``momentum`` to those of :func:`sync_batch_norm_merge`."""
+    dtypes = (moments.dtype, running_mean.dtype, running_var.dtype)
+    _update_launch(moments.shape[1], momentum, dtypes)(running_mean, running_var, moments, count)
 
 
 def sync_batch_norm_normalize(

@@ -1,6 +1,6 @@
 """batch_norm in training, with the statistics of all processes of a group, a residual and an activation.
 
-Each process has a mean and a sum of squared deviations a channel, and how many values they are of. One all-gather of
+Each process has a mean and an unbiased variance a channel, and how many values they are of. One all-gather of
 these gives every process the statistics of all of them; the backward needs one all-reduce of two numbers a channel.
 
 Both collectives are the same whatever computes the rest: one process may have a batch that the kernels do not take, an
@@ -28,11 +28,17 @@ aten = torch.ops.aten
 class Kernels(dispatch.Kernels):
     @staticmethod
     def sync_batch_norm_statistics(x: Tensor) -> Tensor:
-        return _empty_stats(x)
+        return x.new_empty(2 * x.shape[1] + 1, dtype=dispatch.accumulator(x))
 
     @staticmethod
     def sync_batch_norm_merge(gathered: Tensor) -> tuple[Tensor, Tensor]:
         return gathered.new_empty(3, gathered.shape[1] // 2), gathered.new_empty(())
+
+    @staticmethod
+    def sync_batch_norm_update_(
+        running_mean: Tensor, running_var: Tensor, moments: Tensor, count: Tensor, momentum: float
+    ) -> None:
+        return None
 
     @staticmethod
     def sync_batch_norm_normalize(
@@ -71,6 +77,7 @@ FAMILY = dispatch.Family(
     triton_only=(
         "sync_batch_norm_statistics",
         "sync_batch_norm_merge",
+        "sync_batch_norm_update_",
         "sync_batch_norm_normalize",
         "sync_batch_norm_sums",
         "sync_batch_norm_gradient",
@@ -98,15 +105,18 @@ class InTorch(Kernels):
 
     @staticmethod
     def sync_batch_norm_statistics(x: Tensor) -> Tensor:
+        channels, wide = x.shape[1], dispatch.accumulator(x)
         if x.numel() == 0:
-            return x.new_zeros((2, x.shape[1]), dtype=dispatch.accumulator(x))
-        var, mean = torch.var_mean(x.to(dispatch.accumulator(x)), _reduced(x), correction=0)
-        return torch.stack((mean, var * (x.numel() // x.shape[1])))
+            return x.new_zeros(2 * channels + 1, dtype=wide)
+        count = x.numel() // channels
+        var, mean = torch.var_mean(x.to(wide), _reduced(x), correction=min(count - 1, 1))
+        return torch.cat((mean, var, mean.new_full((1,), count)))
 
     @staticmethod
     def sync_batch_norm_merge(gathered: Tensor) -> tuple[Tensor, Tensor]:
         channels = gathered.shape[1] // 2
-        means, squares, counts = gathered.split((channels, channels, 1), 1)
+        means, variances, counts = gathered.split((channels, channels, 1), 1)
+        squares = variances * (counts - 1.0).clamp(min=1.0)
         count = counts.sum()
         divisor = count.clamp(min=1.0)
         # The mean of all is computed as the difference from one of them: a large one would lose digits.
@@ -114,6 +124,14 @@ class InTorch(Kernels):
         mean = some[0] + (counts * (means - some)).sum(0) / divisor
         squares = (squares + counts * (means - mean).square()).sum(0)
         return torch.stack((mean, squares / divisor, squares / (count - 1.0).clamp(min=1.0))), count
+
+    @staticmethod
+    def sync_batch_norm_update_(
+        running_mean: Tensor, running_var: Tensor, moments: Tensor, count: Tensor, momentum: float
+    ) -> None:
+        share = momentum * count.clamp(max=1.0)  # Batches that are all empty say nothing.
+        for running, moment in ((running_mean, moments[0]), (running_var, moments[2])):
+            running.lerp_(moment.to(running.dtype), share.to(running.dtype))
 
     @staticmethod
     def sync_batch_norm_normalize(
@@ -229,7 +247,6 @@ def _forward(
     x = _dense(x)
     kernels = _kernels_for(x, weight, bias, eps, residual)
     local = kernels.sync_batch_norm_statistics(x)
-    local = torch.cat((local.view(-1), local.new_full((1,), x.numel() // x.shape[1])))
     processes = _processes(group)
     gathered = local.new_empty(processes.size() * local.numel())
     _all_gather(gathered, local, processes)
@@ -257,7 +274,7 @@ def _backward(
     means, dweight, dbias = kernels.sync_batch_norm_sums(dy, x, weight, bias, stats, residual, bits, act)
     means.mul_(x.numel() // x.shape[1])
     dist.all_reduce(means, dist.ReduceOp.SUM, _processes(group))
-    means.div_(count.clamp(min=1.0))
+    means.div_(count)  # It is 0 only where no process has anything to compute.
     dx, for_residual = kernels.sync_batch_norm_gradient(
         dy, x, weight, bias, stats, means, residual, bits, act, dresidual
     )
@@ -326,10 +343,6 @@ _OPAQUE = SimpleNamespace(
 _in_graph = dispatch.graph_op_of(SyncBatchNorm, "sync_batch_norm", tuple[Tensor, Tensor, Tensor], lambda: _OPAQUE)
 
 
-def _update(running: Tensor, moment: Tensor, share: Tensor) -> None:
-    running.lerp_(moment.to(running.dtype), share.to(running.dtype))
-
-
 def sync_batch_norm(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     momentum: float, eps: float, residual: Tensor | None, act: str | None, group: str,
@@ -359,10 +372,10 @@ def sync_batch_norm(
     arguments = (x, residual if fits else None, weight, bias, eps, code if fused else 0, group)
     y, moments, count = _in_graph(*arguments) if compiling else SyncBatchNorm.run(_EAGER, *arguments)
     if running_mean is not None and running_var is not None:
+        contiguous = running_mean.is_contiguous() and running_var.is_contiguous()
+        kernels = FAMILY.triton_kernels_for(moments) if contiguous and not compiling else None
         with torch.no_grad():
-            share = momentum * count.clamp(max=1.0)  # Batches that are all empty say nothing.
-            _update(running_mean, moments[0], share)
-            _update(running_var, moments[2], share)
+            (kernels or InTorch).sync_batch_norm_update_(running_mean, running_var, moments, count, momentum)
     if fused:
         return y
     return bias_act.bias_act(y if fits or residual is None else y + residual, None, act, {})

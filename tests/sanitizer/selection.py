@@ -272,8 +272,10 @@ def run_sync_batch_norm(dtype: torch.dtype, device: str) -> None:
     for channels, processes in ((5, 3), (70, 1)):
         x, residual, dy = (randn(4, channels, 6, 7, dtype=dtype, device=device) for _ in range(3))
         weight = randn(channels, dtype=torch.float32, device=device)
-        sent = torch.cat((kernels.sync_batch_norm_statistics(x).view(-1), torch.tensor([168.0], device=device)))
-        (mean, var, _), _ = kernels.sync_batch_norm_merge(sent.expand(processes, -1).contiguous())
+        sent = kernels.sync_batch_norm_statistics(x)
+        moments, count = kernels.sync_batch_norm_merge(sent.expand(processes, -1).contiguous())
+        mean, var, _ = moments
+        kernels.sync_batch_norm_update_(weight.clone(), weight.clone(), moments, count, 0.1)
         _, stats, bits = kernels.sync_batch_norm_normalize(x, mean, var, weight, weight, 1e-5, residual, 1, True)
         means, _, _ = kernels.sync_batch_norm_sums(dy, x, weight, weight, stats, None, bits, 1)
         kernels.sync_batch_norm_gradient(dy, x, weight, weight, stats, means, None, bits, 1, True)

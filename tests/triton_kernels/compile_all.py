@@ -380,11 +380,12 @@ def test_sync_batch_norm(compiled, dtype):
     weight = meta(channels, dtype=wide)
     sync_batch_norm.sync_batch_norm_statistics(x)
     for processes in (2, 8, 1000):
-        sync_batch_norm.sync_batch_norm_merge(meta(processes, 2 * channels + 1, dtype=wide))
+        merged = sync_batch_norm.sync_batch_norm_merge(meta(processes, 2 * channels + 1, dtype=wide))
+    sync_batch_norm.sync_batch_norm_update_(weight, weight, *merged, 0.1)
     y, stats, bits = sync_batch_norm.sync_batch_norm_normalize(x, weight, weight, weight, weight, 1e-5, x, 1, True)
     means, _, _ = sync_batch_norm.sync_batch_norm_sums(y, x, weight, weight, stats, None, bits, 1)
     sync_batch_norm.sync_batch_norm_gradient(y, x, weight, weight, stats, means, None, bits, 1, True)
-    assert set(compiled) == NORMS | {"_merge"}
+    assert set(compiled) == NORMS | {"_merge", "_update"}
 
 
 #: (shape, groups): in the registers, and not.
