@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -262,6 +263,25 @@ def test_the_page_on_many_gpus_has_the_table_of_parallel_memory(example):
     sizes = "1.2B 2 shard 2 "
     assert sizes in " ".join(printed.replace("|", " ").split())
     assert printed != example.python(str(ROOT / "examples" / "parallel_memory.py"), "--bfloat16")
+
+
+def test_fsdp_needed_what_parallel_memory_computes(monkeypatch):
+    """The benchmark's step on two GPUs: a model in bfloat16 without an optimizer, and a head of its own."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from parallel_memory import GIB, LLAMA_1B, Bytes, Mesh, peak
+
+    rows = json.loads((ROOT / "benchmarks/results/parallel.json").read_text())["rows"]
+    (modes,) = (row["modes"] for row in rows if row["kind"] == "fsdp")
+    page = " ".join((ROOT / "docs/many-gpus.md").read_text().split())
+    found = {
+        mode: peak(replace(LLAMA_1B, tied=False), Mesh(shard=2), 8192, Bytes(2, 2, 0), mode == "fastlayers")
+        for mode in ("eager", "fastlayers")
+    }
+    assert (
+        f"gives {found['eager'] / GIB:.1f} GiB for FSDP2 with stock torch and {found['fastlayers'] / GIB:.1f}" in page
+    )
+    for mode, size in found.items():
+        assert abs(size / modes[mode]["peak_bytes"] - 1) < 0.1
 
 
 # the pretrained encoder ----------------------------------------------------------------------------------------------

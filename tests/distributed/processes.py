@@ -1,4 +1,4 @@
-"""Functions run by several processes at once, with gloo on the CPU."""
+"""Functions run by several processes at once, with gloo on the CPU or with NCCL on a GPU each."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PRELOADED = [
 
 
 def run_in_processes(
-    function: Callable[[int], None], world: int, tmp_path: Path, start_method: str = "forkserver"
+    function: Callable[[int], None], world: int, tmp_path: Path, start_method: str = "forkserver", backend: str = "gloo"
 ) -> None:
     """``function(rank)`` in ``world`` processes, forked from one that has imported what takes longer than most checks.
 
     What a test changes, such as an environment variable, only processes of their own see: "spawn".
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
-    given = (str(tmp_path), world, function)
+    given = (str(tmp_path), world, backend, function)
     torch.multiprocessing.start_processes(_enter, given, nprocs=world, start_method=start_method)
 
 
@@ -35,12 +35,14 @@ def shared_path(name: str) -> str:
     return os.path.join(_folder, name)
 
 
-def _enter(rank: int, folder: str, world: int, function: Callable[[int], None]) -> None:
+def _enter(rank: int, folder: str, world: int, backend: str, function: Callable[[int], None]) -> None:
     global _folder
     _folder = folder
     store = shared_path("store")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     function(rank)
     dist.barrier()  # threads of gloo let go of the last tensors; one that does so when Python ends aborts the process
     dist.destroy_process_group()
