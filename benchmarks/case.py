@@ -26,6 +26,7 @@ class Op:
         naive: the formula step by step, without torch's own fused function.
         liger: Liger's function; None if it has none or is not installed.
         chunked: torch's own function that computes in chunks; None if this torch has none.
+        trl: TRL's function; None if it has none or is not installed.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Op:
     naive: Callable[..., Any] | None = None
     liger: Callable[..., Any] | None = None
     chunked: Callable[..., Any] | None = None
+    trl: Callable[..., Any] | None = None
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -80,6 +82,7 @@ class Case:
             ``beyond/NAME``: largest ratio to the time and memory of a contestant. ``beyond``: largest number of MiB.
         suite: ``bars`` (the rows that an issue names), ``sweep`` (a line of a plot) or ``cpu``.
         contestants: the implementations to time. The result says which of them this machine does not have.
+        result_dtype: the dtype of the outputs and their gradients, if that is not the dtype of the case.
         tolerance: largest relative error against float64; default: that of the dtype.
         step: time forward and backward together, because an op may do in its forward what others do in their backward.
             Its time is in matrix products, so no bytes are counted.
@@ -97,6 +100,7 @@ class Case:
     bars: Mapping[str, float] = field(default_factory=dict)
     suite: str = "bars"
     contestants: tuple[str, ...] = ("eager", "compile", "fastlayers", "triton", "cuda", "liger")
+    result_dtype: torch.dtype | None = None
     tolerance: float | None = None
     step: bool = False
     host: bool = False

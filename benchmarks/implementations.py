@@ -19,6 +19,7 @@ TITLES = {
     "compile": "torch.compile",
     "chunked": "torch, chunked",
     "liger": "Liger",
+    "trl": "TRL",
     "fastlayers": "fastlayers",
     "triton": "Triton",
     "cuda": "CUDA",
@@ -28,7 +29,7 @@ TITLES = {
 FORCED = ("triton", "cuda", "cpu")
 #: fastlayers must not be slower than these; in GPU time not slower than those below either.
 RIVALS = ("eager", "compile")
-GPU_RIVALS = (*RIVALS, "chunked", "liger")
+GPU_RIVALS = (*RIVALS, "chunked", "liger", "trl")
 
 
 def contestants(case: Case, everything: bool = False) -> tuple[str, ...]:
@@ -47,6 +48,8 @@ def missing(name: str, case: Case) -> str | None:
         return "this torch has no such function"
     if name == "liger" and case.op.liger is None:
         return "Liger has no such function" if "liger_kernel" in sys.modules else "liger_kernel is not installed"
+    if name == "trl" and case.op.trl is None:
+        return "TRL has no such function, or is not installed"
     return None
 
 
@@ -56,7 +59,7 @@ def function(name: str, case: Case) -> Callable[..., Any]:
         torch._dynamo.reset()
         return torch.compile(case.op.eager, dynamic=False, fullgraph=True)
     op = case.op
-    stock = {"naive": op.naive, "eager": op.eager, "liger": op.liger, "chunked": op.chunked}
+    stock = {"naive": op.naive, "eager": op.eager, "liger": op.liger, "chunked": op.chunked, "trl": op.trl}
     chosen = stock.get(name, op.fused)
     assert chosen is not None, f"{name} was not asked for by missing()"
     return chosen

@@ -29,6 +29,7 @@ COLOURS = {
     "compile": "#E69F00",
     "chunked": "#0072B2",
     "liger": "#CC79A7",
+    "trl": "#999999",
     "fastlayers": "#D55E00",
     "triton": "#009E73",
     "cuda": "#D55E00",

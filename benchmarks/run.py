@@ -225,10 +225,10 @@ def raise_if_lost(error: Exception) -> None:
 def reference(
     case: Case, inputs: tuple[Tensor, ...]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Outputs in float64, random gradients for them in the dtype of the case, and the gradients of the inputs."""
+    """Outputs in float64, random gradients for them in the dtype that they should have, and those of the inputs."""
     wide = tuple(x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs)
     outputs = as_tuple(case.op.eager(*wide, **case.options))
-    upstream = tuple(torch.randn_like(out, dtype=case.dtype) for out in outputs)
+    upstream = tuple(torch.randn_like(out, dtype=case.result_dtype or case.dtype) for out in outputs)
     wanted = [x for x in wide if x.requires_grad]
     gradients = torch.autograd.grad(outputs, wanted, [dy.double() for dy in upstream]) if wanted else ()
     return tuple(out.detach() for out in outputs), upstream, gradients

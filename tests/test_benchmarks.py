@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import plots, report, startup
 from benchmarks.__main__ import RESULTS, main
 from benchmarks.case import Case, Input, Op, count_bytes
-from benchmarks.cases import all_cases, batch_norm, group_norm, layer_norm, linear_cross_entropy
+from benchmarks.cases import all_cases, batch_norm, group_norm, heads, layer_norm
 from benchmarks.cases.elementwise import ADD_RELU, MUL, broadcast_mul, pair
 from benchmarks.cases.softmax import MASKED_SOFTMAX, SOFTMAX, causal_mask, padding_mask, row
 from benchmarks.implementations import contestants
@@ -283,8 +283,9 @@ def test_norms_run(case, tmp_path):
     assert [(row["status"], row["reason"]) for row in found.rows] == [("ok", None)] * 2
 
 
-def test_a_step_is_timed_as_one(tmp_path):
-    case = replace(linear_cross_entropy.row(6, 8, 13), contestants=("eager", "fastlayers"))
+@pytest.mark.parametrize("case", [heads.row(6, 8, 13), heads.log_prob_row(6, 8, 13), heads.divergence_row(6, 8, 9, 13)])
+def test_a_step_is_timed_as_one(case, tmp_path):
+    case = replace(case, contestants=("eager", "fastlayers"))
     found = run([case], tmp_path / "r.json", Settings(samples=2), on_cpu)
     assert [(row["status"], row["reason"]) for row in found.rows] == [("ok", None)] * 2
     assert all(
@@ -296,7 +297,7 @@ def test_a_step_is_timed_as_one(tmp_path):
 
 @pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="torch 2.13 has it")
 def test_the_chunked_loss_of_torch_is_a_contestant(tmp_path):
-    case = linear_cross_entropy.row(6, 8, 13)
+    case = heads.row(6, 8, 13)
     assert "chunked" in case.contestants
     found = run([replace(case, contestants=("eager", "chunked"))], tmp_path / "r.json", Settings(samples=2), on_cpu)
     assert [(row["implementation"], row["status"], row["reason"]) for row in found.rows] == [
