@@ -1127,6 +1127,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     low_rank: tuple[Tensor, Tensor] | None = None,
     chunk_size: int | None = None,
+    acc_dtype: torch.dtype | None = None,
     hidden: Tensor | None = None,
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
@@ -1157,8 +1158,9 @@ def linear_cross_entropy(
         linear_bias: (C,), for a K-dimensional loss (C, d1, ..., dK); or None.
         weight, reduction, ignore_index, label_smoothing: as for :func:`cross_entropy`. An ``ignore_index`` of None is
             -100; with probabilities, only None is valid.
-        options: torch's ``LinearCrossEntropyOptions``. Its ``batch_chunk_size`` is the default of ``chunk_size``; the
-            others have no effect, since every call is chunked and a retained graph always works.
+        options: torch's ``LinearCrossEntropyOptions``. Its ``batch_chunk_size`` is the default of ``chunk_size``, and
+            an ``acc_dtype`` of float32 that of ``acc_dtype``; the others have no effect, since every call is chunked
+            and a retained graph always works.
         softcap, z_loss: a bound on the logits, softcap·tanh(logits/softcap), and the factor of the squared log-sum-exp
             of each row that is not ignored, which ``weight`` does not multiply.
         logit_scale: a number that multiplies the logits, as in Cohere's models (Granite's divide by one).
@@ -1171,6 +1173,8 @@ def linear_cross_entropy(
         chunk_size: rows of a chunk. Default: an eighth of the rows or less, but 896 or more; on a GPU short of memory
             less. Up to nine such chunks add to a 16-bit gradient of the weight in its own dtype, rounded once for each.
             They add in float32 if there is room for that in an eighth of the logits, or if there are more chunks.
+        acc_dtype: float32, to sum a 16-bit gradient of the weight over the chunks in that in any case and round it
+            once: 4 bytes of memory for each element of the weight. Not for DTensors.
 
     Returns:
         A scalar, or for "none" the losses in the shape of the target. In the input's dtype; float32 under autocast.
@@ -1184,9 +1188,10 @@ def linear_cross_entropy(
 
     Raises:
         RuntimeError: the shapes do not fit, or an ignore_index is given with probabilities.
-        ValueError: reduction is not valid, softcap is not above 0, chunk_size is not above 0, or a quantised weight
+        ValueError: reduction or acc_dtype is not valid, softcap or chunk_size is not above 0, or a quantised weight
             lacks its scales.
-        TypeError: linear_weight alone is a DTensor, logit_scale is not a number, or low_rank is not a pair of tensors.
+        TypeError: linear_weight alone is a DTensor, there is an acc_dtype beside DTensors, logit_scale is not a number,
+            or low_rank is not a pair of tensors.
     """
     if hidden is not None:
         input = renamed("linear_cross_entropy", "hidden", "input", hidden, input)
@@ -1198,13 +1203,15 @@ def linear_cross_entropy(
         weight = renamed("linear_cross_entropy", "class_weight", "weight", class_weight, weight)
     if options is not None and chunk_size is None:
         chunk_size = options.batch_chunk_size
+    if options is not None and options.acc_dtype is torch.float32 and acc_dtype is None:
+        acc_dtype = torch.float32
     if ignore_index is None:
         ignore_index = -100
     elif torch.is_floating_point(target):
         raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
     return _linear_cross_entropy.linear_cross_entropy(
         input, linear_weight, target, linear_bias, weight, ignore_index, reduction, label_smoothing, softcap, z_loss,
-        logit_scale, low_rank, chunk_size,
+        logit_scale, low_rank, chunk_size, acc_dtype,
     )  # fmt: skip
 
 
@@ -1212,7 +1219,7 @@ def linear_cross_entropy(
 def linear_log_prob(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = ..., ignore_index: int = ...,
     softcap: float | None = ..., logit_scale: float = ..., low_rank: tuple[Tensor, Tensor] | None = ...,
-    entropy: Literal[False] = ..., chunk_size: int | None = ...,
+    entropy: Literal[False] = ..., chunk_size: int | None = ..., acc_dtype: torch.dtype | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -1220,7 +1227,7 @@ def linear_log_prob(
 def linear_log_prob(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = ..., ignore_index: int = ...,
     softcap: float | None = ..., logit_scale: float = ..., low_rank: tuple[Tensor, Tensor] | None = ...,
-    entropy: Literal[True], chunk_size: int | None = ...,
+    entropy: Literal[True], chunk_size: int | None = ..., acc_dtype: torch.dtype | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -1236,6 +1243,7 @@ def linear_log_prob(
     low_rank: tuple[Tensor, Tensor] | None = None,
     entropy: bool = False,
     chunk_size: int | None = None,
+    acc_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""The log-probabilities of classes by a linear layer's logits, which are never in memory as a whole.
 
@@ -1251,7 +1259,7 @@ def linear_log_prob(
         linear_weight: (C, H), as for :func:`linear_cross_entropy`.
         target: (...), classes as int64. Rows with ``ignore_index`` take part in no product if there are many logits.
         linear_bias: (C,) or None.
-        softcap, low_rank, chunk_size: as for :func:`linear_cross_entropy`.
+        softcap, low_rank, chunk_size, acc_dtype: as for :func:`linear_cross_entropy`.
         logit_scale: a number that multiplies the logits: one over the temperature.
         entropy: whether to return the entropies :math:`-\sum_j p_j \log p_j` as well, which have a gradient, too.
 
@@ -1266,11 +1274,13 @@ def linear_log_prob(
 
     Raises:
         RuntimeError: the shapes do not fit.
-        ValueError: softcap is not above 0, chunk_size is not above 0, or a quantised weight lacks its scales.
-        TypeError: linear_weight alone is a DTensor, logit_scale is not a number, or low_rank is not a pair of tensors.
+        ValueError: softcap or chunk_size is not above 0, acc_dtype is not valid, or a quantised weight lacks its
+            scales.
+        TypeError: linear_weight alone is a DTensor, there is an acc_dtype beside DTensors, logit_scale is not a number,
+            or low_rank is not a pair of tensors.
     """
     found = _linear_log_prob.linear_log_prob(
-        input, linear_weight, target, linear_bias, ignore_index, softcap, logit_scale, low_rank, chunk_size
+        input, linear_weight, target, linear_bias, ignore_index, softcap, logit_scale, low_rank, chunk_size, acc_dtype
     )
     return found if entropy else found[0]
 
@@ -1295,6 +1305,7 @@ def linear_divergence(
     reduction: str = "batchmean",
     low_rank: tuple[Tensor, Tensor] | None = None,
     chunk_size: int | None = None,
+    acc_dtype: torch.dtype | None = None,
 ) -> Tensor:
     r"""A loss of distillation between two heads, or a head and given logits, without the logits in memory as a whole.
 
@@ -1336,6 +1347,7 @@ def linear_divergence(
         low_rank: the factors of an adapter's product on the student's head, as for :func:`linear_cross_entropy`.
         chunk_size: rows of the student's logits that are in memory at a time, as for :func:`linear_cross_entropy`.
             Beside them are 256 rows of the logits of the teacher's head, or an eighth of the chunk if that is more.
+        acc_dtype: as for :func:`linear_cross_entropy`.
 
     Returns:
         A tensor of the logits' dtype, computed in float32 and rounded once: of the shape of a row's labels without a
@@ -1349,14 +1361,16 @@ def linear_divergence(
 
     Raises:
         RuntimeError: the shapes do not fit.
-        ValueError: divergence or reduction is not valid, target has another shape, temperature, a softcap or chunk_size
-            is not above 0, beta is not between 0 and 1, there is a target_bias without a target_weight, or a quantised
-            weight lacks its scales.
-        TypeError: linear_weight alone is a DTensor, a scale is not a number, or low_rank is not a pair of tensors.
+        ValueError: divergence, reduction or acc_dtype is not valid, target has another shape, temperature, a softcap or
+            chunk_size is not above 0, beta is not between 0 and 1, there is a target_bias without a target_weight, or a
+            quantised weight lacks its scales.
+        TypeError: linear_weight alone is a DTensor, there is an acc_dtype beside DTensors, a scale is not a number, or
+            low_rank is not a pair of tensors.
     """
     return _linear_divergence.linear_divergence(
         input, linear_weight, linear_bias, target_input, target_weight, target_bias, target, ignore_index, divergence,
         reduction, softcap, logit_scale, target_softcap, target_logit_scale, temperature, beta, low_rank, chunk_size,
+        acc_dtype,
     )  # fmt: skip
 
 

@@ -84,6 +84,61 @@ def test_float32_sum_where_it_fits_or_chunks_are_many():
     assert not head.plan(8192, 128256, 1024, BF16, None, None).wide
     assert head.plan(8192, 128256, 1024, BF16, 256, None).wide
     assert not head.plan(8192, 128256, 1024, BF16, 1024, None).wide
+    for chunk_size, free in ((None, None), (1024, None), (None, 50 * 2**20)):
+        given = head.plan(8192, 128256, 1024, BF16, chunk_size, free)
+        assert head.plan(8192, 128256, 1024, BF16, chunk_size, free, True) == given._replace(wide=True)
+
+
+def log_prob_loss(hidden, weight, target, **options):
+    return functional.linear_log_prob(hidden, weight, target, **options).mean()
+
+
+def divergence_of(hidden, weight, target, **options):
+    return functional.linear_divergence(hidden, weight, hidden.detach(), weight.detach().roll(1, 0), **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("function", [functional.linear_cross_entropy, log_prob_loss, divergence_of])
+def test_float32_sum_on_request(function, compiled, dtype, device):
+    """Its gradient is rounded once, as that of a single chunk, and not once for each chunk."""
+    hidden, weight, target = inputs(513, 1000, 8, dtype, device)
+    whole, wide, rounded = (
+        torch.autograd.grad(
+            (torch.compile(function, backend="aot_eager") if compiled else function)(
+                hidden, weight, target, chunk_size=size, acc_dtype=acc_dtype
+            ),
+            weight,
+        )[0].float()
+        for size, acc_dtype in ((513, None), (64, torch.float32), (64, None))
+    )
+    scale = whole.abs().mean()
+    eps = torch.finfo(dtype).eps
+    # Logits in chunks of other sizes may round differently, each term of a gradient by itself.
+    assert (wide - whole).abs().mean() < eps / 4 * scale
+    assert (rounded - whole).abs().mean() > 2 * (wide - whole).abs().mean()
+
+
+def test_which_dtypes_sum():
+    hidden, weight, target = inputs(8, 10, 4, torch.float32)
+    with pytest.raises(ValueError, match=r"expected acc_dtype to be torch.float32 or None, but got torch.float64"):
+        functional.linear_cross_entropy(hidden, weight, target, acc_dtype=torch.float64)
+    layer = fastlayers.FusedLinearCrossEntropyLoss(4, 10, acc_dtype=torch.float32)
+    assert "acc_dtype=torch.float32" in repr(layer)
+    layer(hidden, target).backward()
+
+
+@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="torch 2.13 has it")
+def test_torch_s_options_say_so_too(monkeypatch):
+    plans = []
+    plan = head.plan
+    monkeypatch.setattr(head, "plan", lambda *args: plans.append(plan(*args)) or plans[-1])
+    hidden, weight, target = inputs(64, 100, 8, torch.bfloat16)
+    for acc_dtype in (None, torch.float32):
+        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=32, chunking_method=None, acc_dtype=acc_dtype)
+        functional.linear_cross_entropy(hidden, weight, target, options=options)
+    assert [p.wide for p in plans] == [False, True]
 
 
 class Largest(TorchDispatchMode):
@@ -497,7 +552,7 @@ def test_compiled_graph_keeps_the_chunks(reduction, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_opcheck(reduction, dtype, device):
     hidden, weight, target = inputs(20, 13, 8, dtype, device)
-    options = (0.1, 0.0, 0.1, 0.5, None, 7)
+    options = (0.1, 0.0, 0.1, 0.5, None, 7, None)
     wanted = (True, True, False, True, True)
     names = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
     op = torch.ops.fastlayers.linear_cross_entropy_forward.default
@@ -513,7 +568,7 @@ def test_opcheck(reduction, dtype, device):
 def test_second_derivative_of_the_registered_op_raises():
     hidden, weight, target = inputs(20, 13, 8)
     op = torch.ops.fastlayers.linear_cross_entropy
-    loss = op(hidden, weight, None, None, None, target, None, -100, 1, 0.0, 0.0, 0.0, 1.0, None, 7)
+    loss = op(hidden, weight, None, None, None, target, None, -100, 1, 0.0, 0.0, 0.0, 1.0, None, 7, None)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(loss, hidden, create_graph=True)
 

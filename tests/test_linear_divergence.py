@@ -523,7 +523,7 @@ def test_compiled_graph_keeps_the_chunks(given_logits, reduction, device):
 def test_opcheck(reduction, dtype, device):
     hidden, weight, *teacher = (t.detach() for t in heads(20, 13, dtype=dtype, device=device))
     numbers = [0.0, 1.0, 2.0, 0.5, 1.5, 0.3]
-    rest = (numbers, None, 7, [True, True, False, False, True])
+    rest = (numbers, None, 7, None, [True, True, False, False, True])
     names = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
     low_rank = (t.detach() for t in adapter(20, 13, 4, dtype, device))
     tensors = (hidden, weight, None, *low_rank, *teacher, None, labels_of(20, device))
@@ -538,7 +538,7 @@ def test_opcheck(reduction, dtype, device):
 def test_second_derivative_of_the_registered_op_raises():
     hidden, weight, *teacher = heads(20, 13)
     numbers = [0.0, 1.0, 0.0, 1.0, 1.0, 0.5]
-    given = (hidden, weight, None, None, None, *teacher, None, None, -100, "kl", "sum", numbers, None, 7)
+    given = (hidden, weight, None, None, None, *teacher, None, None, -100, "kl", "sum", numbers, None, 7, None)
     loss = torch.ops.fastlayers.linear_divergence(*given)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(loss, hidden, create_graph=True)

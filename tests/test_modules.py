@@ -287,9 +287,9 @@ def test_linear_loss_is_swapped(options):
 
 
 def test_options_choose_the_chunks():
-    """Those of torch 2.13, of which any object with a batch_chunk_size will do."""
+    """Those of torch 2.13, of which any object with these two attributes will do."""
     x, weight, target = torch.randn(9, 4), torch.randn(5, 4), torch.randint(5, (9,))
-    options = types.SimpleNamespace(batch_chunk_size=0)
+    options = types.SimpleNamespace(batch_chunk_size=0, acc_dtype=None)
     with pytest.raises(ValueError, match="chunk_size of at least 1 row or None, but got 0"):
         fastlayers.functional.linear_cross_entropy(x, weight, target, options=options)
     loss = fastlayers.functional.linear_cross_entropy(x, weight, target, options=options, chunk_size=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fastlayers import functional
@@ -61,7 +62,7 @@ class FusedLinearCrossEntropyLoss(OwnOptions, LinearCrossEntropyLoss):
     Args:
         args, kwargs: as for ``torch.nn.LinearCrossEntropyLoss``: in_features, num_classes, out_features, bias, device,
             dtype, reduction, weight, ignore_index, label_smoothing, options.
-        softcap, z_loss, logit_scale, chunk_size: as for the function.
+        softcap, z_loss, logit_scale, chunk_size, acc_dtype: as for the function.
 
     Shape: input (..., in_features), target (...) or as the function takes it; a scalar, or for ``reduction="none"`` the
     losses in the shape of the target.
@@ -71,6 +72,7 @@ class FusedLinearCrossEntropyLoss(OwnOptions, LinearCrossEntropyLoss):
     z_loss: float = 0.0
     logit_scale: float = 1.0
     chunk_size: int | None = None
+    acc_dtype: torch.dtype | None = None
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         weight: Tensor = self.linear.weight
@@ -82,4 +84,5 @@ class FusedLinearCrossEntropyLoss(OwnOptions, LinearCrossEntropyLoss):
             input, weight, target, linear_bias=bias, weight=self.weight, reduction=self.reduction,
             ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, options=self.options,
             softcap=self.softcap, z_loss=self.z_loss, logit_scale=self.logit_scale, chunk_size=self.chunk_size,
+            acc_dtype=self.acc_dtype,
         )  # fmt: skip

@@ -68,12 +68,19 @@ class Rest(NamedTuple):
         low: dtype of autocast, None where that is off.
         scale: a number that multiplies the logits.
         chunk_size: rows of a chunk, as the caller wants it.
+        acc_dtype: float32 if the caller wants dlinear_weight to be summed in it.
     """
 
     compute: torch.dtype
     low: torch.dtype | None
     scale: float
     chunk_size: int | None
+    acc_dtype: torch.dtype | None = None
+
+    @property
+    def options(self) -> tuple[torch.dtype | None, int | None, torch.dtype | None]:
+        """What an op needs of these beside its tensors and the scale."""
+        return self.low, self.chunk_size, self.acc_dtype
 
 
 #: What is called with a chunk of the logits, whose rows are padded at their end, and with its first row and the one
@@ -100,17 +107,21 @@ class Chunks(NamedTuple):
         return max(end - start for start, end in pairwise(self.edges))
 
 
-def plan(rows: int, columns: int, features: int, itemsize: int, chunk_size: int | None, free: int | None) -> Chunks:
+def plan(
+    rows: int, columns: int, features: int, itemsize: int, chunk_size: int | None, free: int | None,
+    always_wide: bool = False,
+) -> Chunks:  # fmt: skip
     """The chunks of a call: from its sizes, so that equal calls give equal bits; smaller ones only short of memory.
 
     Args:
         features: columns of the weight, if a low-precision dweight is summed; otherwise 0.
         itemsize: bytes of a logit.
         free: bytes that may be allocated, None where that is not known.
+        always_wide: whether the caller wants that sum in float32, however much memory it takes.
     """
     if chunk_size is not None:
         edges = [*range(0, rows, chunk_size), rows]
-        return Chunks(edges, len(edges) - 1 > CHUNKS)
+        return Chunks(edges, always_wide or len(edges) - 1 > CHUNKS)
     row = row_length(columns) * itemsize
     room = rows * columns * itemsize // PART - 16 * rows  # without the losses and what they are made of
 
@@ -126,7 +137,7 @@ def plan(rows: int, columns: int, features: int, itemsize: int, chunk_size: int 
         size = -(-rows // max(1, rows // LEAST_ROWS) // ROW_TILE) * ROW_TILE
     if free is not None and free < min(size, rows) * row:
         size, wide = max(tiles(free), ROW_TILE), False
-    return Chunks([*range(0, rows, size), rows], wide)
+    return Chunks([*range(0, rows, size), rows], always_wide or wide)
 
 
 def row_length(columns: int) -> int:
@@ -344,7 +355,8 @@ def sweep(
     # Where dweight is float32 anyway, or not wanted, its sum takes no memory.
     low_precision = isinstance(linear_weight, Tensor) and linear_weight.dtype in reference.LOW_PRECISION
     summed = features if for_weight and low_precision else 0
-    chunks = plan(rows, columns, summed, compute.itemsize, rest.chunk_size, free)
+    always_wide = rest.acc_dtype is not None
+    chunks = plan(rows, columns, summed, compute.itemsize, rest.chunk_size, free, always_wide)
     wide = torch.promote_types(compute, torch.float32)
 
     def buffer(leaf: Tensor, shape: tuple[int, ...], sum_wide: bool) -> Tensor:
@@ -524,7 +536,7 @@ def cast(dtype: torch.dtype, low: torch.dtype | None) -> torch.dtype:
 
 def check(
     name: str, input: Tensor, linear_weight: Tensor, target: Tensor, softcap: float | None, logit_scale: float,
-    chunk_size: int | None, low_rank: object = None,
+    chunk_size: int | None, acc_dtype: torch.dtype | None = None, low_rank: object = None,
 ) -> None:  # fmt: skip
     """Raise if an argument of a function of that name is not valid. One without a target passes input in its place."""
     if low_rank is not None and not (
@@ -537,6 +549,10 @@ def check(
         raise ValueError(f"{name}(): expected a softcap above 0 or None, but got {softcap}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"{name}(): expected a chunk_size of at least 1 row or None, but got {chunk_size}")
+    if acc_dtype not in (None, torch.float32):
+        raise ValueError(f"{name}(): expected acc_dtype to be torch.float32 or None, but got {acc_dtype}")
+    if acc_dtype is not None and dispatch.is_dtensor(input):
+        raise TypeError(f"{name}(): expected no acc_dtype beside DTensors, but got {acc_dtype}")
     if not isinstance(logit_scale, float | int):
         raise TypeError(f"{name}(): expected logit_scale to be a number, but got {type(logit_scale).__name__}")
     for t in (input, linear_weight, target):

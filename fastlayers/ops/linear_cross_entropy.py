@@ -94,17 +94,20 @@ METHOD = head_loss.Method(_evaluate, _gradients_of_rows, _compose)
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
     ignore_index: int, reduction: str, label_smoothing: float, softcap: float | None, z_loss: float, logit_scale: float,
-    low_rank: LowRank | None, chunk_size: int | None,
+    low_rank: LowRank | None, chunk_size: int | None, acc_dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    head.check("linear_cross_entropy", input, linear_weight, target, softcap, logit_scale, chunk_size, low_rank)
+    head.check(
+        "linear_cross_entropy", input, linear_weight, target, softcap, logit_scale, chunk_size, acc_dtype, low_rank
+    )
     code = _reduction.get_enum(reduction)
     loss = Loss(ignore_index, code, label_smoothing, softcap or 0.0, z_loss, logit_scale)
     leaves = Leaves.of_call(input, linear_weight, linear_bias, low_rank)
-    rest, compiling = _rest(input, loss, head.autocast_dtype(input), chunk_size), torch.compiler.is_compiling()
+    rest = _rest(input, loss, head.autocast_dtype(input), chunk_size, acc_dtype)
+    compiling = torch.compiler.is_compiling()
     # The composition raises torch's error for any other label_smoothing.
     if head.is_chunked(leaves, target, rest.head, weight) and 0.0 <= label_smoothing <= 1.0:
         if compiling:
-            return _in_graph(*leaves.tensors, target, weight, *loss, rest.head.low, chunk_size)  # type: ignore[no-any-return]
+            return _in_graph(*leaves.tensors, target, weight, *loss, *rest.head.options)  # type: ignore[no-any-return]
         return head_loss.call(METHOD, leaves, (target, weight), rest)
     given = (*leaves.dequantized(), target, weight, *loss, leaves.low_rank)
     if not compiling and backends.get_backend() is None:  # the loss of logits may still have a kernel
@@ -122,10 +125,12 @@ def _loss_of_logits(
     )
 
 
-def _rest(input: Tensor, loss: Loss, low: torch.dtype | None, chunk_size: int | None) -> Rest:
+def _rest(
+    input: Tensor, loss: Loss, low: torch.dtype | None, chunk_size: int | None, acc_dtype: torch.dtype | None
+) -> Rest:
     compute = head.cast(input.dtype, low)
     out = torch.float32 if low is not None and compute in reference.LOW_PRECISION else compute
-    return Rest(loss, head.Rest(compute, low, loss.logit_scale, chunk_size), out, loss.reduction != NONE)
+    return Rest(loss, head.Rest(compute, low, loss.logit_scale, chunk_size, acc_dtype), out, loss.reduction != NONE)
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
@@ -135,20 +140,20 @@ def _run_chunks(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank_input: Tensor | None,
     low_rank_weight: Tensor | None, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int,
     label_smoothing: float, softcap: float, z_loss: float, logit_scale: float, low: torch.dtype | None,
-    chunk_size: int | None, wanted: Sequence[bool],
+    chunk_size: int | None, acc_dtype: torch.dtype | None, wanted: Sequence[bool],
 ) -> FlatResults:  # fmt: skip
     loss = Loss(ignore_index, reduction, label_smoothing, softcap, z_loss, logit_scale)
     leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
-    return head_loss.run(METHOD, leaves, (target, weight), _rest(input, loss, low, chunk_size), wanted)
+    return head_loss.run(METHOD, leaves, (target, weight), _rest(input, loss, low, chunk_size, acc_dtype), wanted)
 
 
 def _describe_chunks(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank_input: Tensor | None,
     low_rank_weight: Tensor | None, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int,
     label_smoothing: float, softcap: float, z_loss: float, logit_scale: float, low: torch.dtype | None,
-    chunk_size: int | None, wanted: Sequence[bool],
+    chunk_size: int | None, acc_dtype: torch.dtype | None, wanted: Sequence[bool],
 ) -> FlatResults:  # fmt: skip
-    rest = _rest(input, Loss(0, reduction, 0.0, 0.0, 0.0, 1.0), low, chunk_size)
+    rest = _rest(input, Loss(0, reduction, 0.0, 0.0, 0.0, 1.0), low, chunk_size, acc_dtype)
     leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
     return head_loss.describe(() if rest.summed else target.shape, leaves, rest, wanted)
 
@@ -157,18 +162,20 @@ def _run_chunks_again(
     dy: Tensor, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank_input: Tensor | None,
     low_rank_weight: Tensor | None, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float,
     softcap: float, z_loss: float, logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
-    wanted: Sequence[bool],
+    acc_dtype: torch.dtype | None, wanted: Sequence[bool],
 ) -> FlatGradients:  # fmt: skip
     loss = Loss(ignore_index, NONE, label_smoothing, softcap, z_loss, logit_scale)
     leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
-    return head_loss.run_again(METHOD, dy, leaves, (target, weight), _rest(input, loss, low, chunk_size), wanted)
+    return head_loss.run_again(
+        METHOD, dy, leaves, (target, weight), _rest(input, loss, low, chunk_size, acc_dtype), wanted
+    )
 
 
 def _describe_chunks_again(
     dy: Tensor, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank_input: Tensor | None,
     low_rank_weight: Tensor | None, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float,
     softcap: float, z_loss: float, logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
-    wanted: Sequence[bool],
+    acc_dtype: torch.dtype | None, wanted: Sequence[bool],
 ) -> FlatGradients:  # fmt: skip
     leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
     return head.describe_gradients(leaves, tuple(wanted))
@@ -186,16 +193,16 @@ class LinearCrossEntropyInGraph(dispatch.Pair, inputs=LEAVES):
         kernels: None, needs: Needs, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
         low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor, weight: Tensor | None,
         ignore_index: int, reduction: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
-        low: torch.dtype | None, chunk_size: int | None,
+        low: torch.dtype | None, chunk_size: int | None, acc_dtype: torch.dtype | None,
     ) -> Any:  # fmt: skip
         tensors = (input, linear_weight, linear_bias, low_rank_input, low_rank_weight, target, weight)
         loss = Loss(ignore_index, reduction, label_smoothing, softcap, z_loss, logit_scale)
-        found, *ready = _forward_op(*tensors, *loss, low, chunk_size, needs or NOTHING)
-        return found, (*tensors, *ready), (loss, low, chunk_size)
+        found, *ready = _forward_op(*tensors, *loss, low, chunk_size, acc_dtype, needs or NOTHING)
+        return found, (*tensors, *ready), (loss, low, chunk_size, acc_dtype)
 
     @staticmethod
     def backward(kernels: None, needs: Needs, dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-        tensors, (left, *gradients), (loss, *rest) = args[: LEAVES + 2], args[LEAVES + 2 : -3], args[-3:]
+        tensors, (left, *gradients), (loss, *rest) = args[: LEAVES + 2], args[LEAVES + 2 : -4], args[-4:]
         if loss.reduction != NONE:
             return head_loss.scaled(dy, left, gradients, needs)
         return _backward_op(dy, *tensors, loss.ignore_index, *loss[2:], *rest, needs)  # type: ignore[no-any-return]

@@ -326,25 +326,25 @@ Numbers = list[float]
 
 def _rest(
     input: Tensor, teacher: Teacher, ignore_index: int, kind: str, reduction: str, numbers: Numbers,
-    low: torch.dtype | None, chunk_size: int | None,
+    low: torch.dtype | None, chunk_size: int | None, acc_dtype: torch.dtype | None,
 ) -> Rest:  # fmt: skip
     loss = Loss(ignore_index, kind, reduction, *numbers)
     compute, given = head.cast(input.dtype, low), teacher.input.dtype
     out = torch.promote_types(compute, given if teacher.weight is None else head.cast(given, low))
     if low is not None and out in reference.LOW_PRECISION:
         out = torch.float32
-    return Rest(loss, head.Rest(compute, low, loss.logit_scale, chunk_size), out, reduction != "none")
+    return Rest(loss, head.Rest(compute, low, loss.logit_scale, chunk_size, acc_dtype), out, reduction != "none")
 
 
 def _run_chunks(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank_input: Tensor | None,
     low_rank_weight: Tensor | None, target_input: Tensor, target_weight: Tensor | None, target_bias: Tensor | None,
     target: Tensor | None, ignore_index: int, kind: str, reduction: str, numbers: Numbers, low: torch.dtype | None,
-    chunk_size: int | None, wanted: Sequence[bool],
+    chunk_size: int | None, acc_dtype: torch.dtype | None, wanted: Sequence[bool],
 ) -> FlatResults:  # fmt: skip
     leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
     teacher = Teacher(target_input, target_weight, target_bias, target)
-    rest = _rest(input, teacher, ignore_index, kind, reduction, numbers, low, chunk_size)
+    rest = _rest(input, teacher, ignore_index, kind, reduction, numbers, low, chunk_size, acc_dtype)
     return head_loss.run(METHOD, leaves, teacher, rest, wanted)
 
 
@@ -352,11 +352,11 @@ def _describe_chunks(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank_input: Tensor | None,
     low_rank_weight: Tensor | None, target_input: Tensor, target_weight: Tensor | None, target_bias: Tensor | None,
     target: Tensor | None, ignore_index: int, kind: str, reduction: str, numbers: Numbers, low: torch.dtype | None,
-    chunk_size: int | None, wanted: Sequence[bool],
+    chunk_size: int | None, acc_dtype: torch.dtype | None, wanted: Sequence[bool],
 ) -> FlatResults:  # fmt: skip
     leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
     teacher = Teacher(target_input, target_weight, target_bias, target)
-    rest = _rest(input, teacher, ignore_index, kind, reduction, numbers, low, chunk_size)
+    rest = _rest(input, teacher, ignore_index, kind, reduction, numbers, low, chunk_size, acc_dtype)
     return head_loss.describe(() if rest.summed else input.shape[:-1], leaves, rest, wanted)
 
 
@@ -364,11 +364,11 @@ def _run_chunks_again(
     dy: Tensor, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank_input: Tensor | None,
     low_rank_weight: Tensor | None, target_input: Tensor, target_weight: Tensor | None, target_bias: Tensor | None,
     target: Tensor | None, ignore_index: int, kind: str, numbers: Numbers, low: torch.dtype | None,
-    chunk_size: int | None, wanted: Sequence[bool],
+    chunk_size: int | None, acc_dtype: torch.dtype | None, wanted: Sequence[bool],
 ) -> FlatGradients:  # fmt: skip
     leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
     teacher = Teacher(target_input, target_weight, target_bias, target)
-    rest = _rest(input, teacher, ignore_index, kind, "none", numbers, low, chunk_size)
+    rest = _rest(input, teacher, ignore_index, kind, "none", numbers, low, chunk_size, acc_dtype)
     return head_loss.run_again(METHOD, dy, leaves, teacher, rest, wanted)
 
 
@@ -376,7 +376,7 @@ def _describe_chunks_again(
     dy: Tensor, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank_input: Tensor | None,
     low_rank_weight: Tensor | None, target_input: Tensor, target_weight: Tensor | None, target_bias: Tensor | None,
     target: Tensor | None, ignore_index: int, kind: str, numbers: Numbers, low: torch.dtype | None,
-    chunk_size: int | None, wanted: Sequence[bool],
+    chunk_size: int | None, acc_dtype: torch.dtype | None, wanted: Sequence[bool],
 ) -> FlatGradients:  # fmt: skip
     leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
     return head.describe_gradients(leaves, tuple(wanted))
@@ -395,16 +395,17 @@ class LinearDivergenceInGraph(dispatch.Pair, inputs=LEAVES):
         low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target_input: Tensor,
         target_weight: Tensor | None, target_bias: Tensor | None, target: Tensor | None, ignore_index: int, kind: str,
         reduction: str, numbers: Numbers, low: torch.dtype | None, chunk_size: int | None,
+        acc_dtype: torch.dtype | None,
     ) -> Any:  # fmt: skip
         leaves = (input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
         tensors = (*leaves, target_input, target_weight, target_bias, target)
-        options = (ignore_index, kind, reduction, numbers, low, chunk_size)
+        options = (ignore_index, kind, reduction, numbers, low, chunk_size, acc_dtype)
         loss, *ready = _forward_op(*tensors, *options, needs or NOTHING)
         return loss, (*tensors, *ready), options
 
     @staticmethod
     def backward(kernels: None, needs: Needs, dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-        tensors, (left, *gradients), options = args[: LEAVES + 4], args[LEAVES + 4 : -6], args[-6:]
+        tensors, (left, *gradients), options = args[: LEAVES + 4], args[LEAVES + 4 : -7], args[-7:]
         ignore_index, kind, reduction, *rest = options
         if reduction != "none":
             return head_loss.scaled(dy, left, gradients, needs)
@@ -484,16 +485,17 @@ def linear_divergence(
     target_weight: Tensor | None, target_bias: Tensor | None, target: Tensor | None, ignore_index: int, kind: str,
     reduction: str, softcap: float | None, logit_scale: float, target_softcap: float | None,
     target_logit_scale: float, temperature: float, beta: float, low_rank: LowRank | None, chunk_size: int | None,
+    acc_dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
     given = Teacher(target_input, target_weight, target_bias, target)
     scores = (softcap or 0.0, logit_scale, target_softcap or 0.0, target_logit_scale)
     loss = Loss(ignore_index, kind, reduction, *scores, temperature, beta)
-    of_student = (input, linear_weight, target_input, softcap, logit_scale, chunk_size, low_rank)
+    of_student = (input, linear_weight, target_input, softcap, logit_scale, chunk_size, acc_dtype, low_rank)
     head.check("linear_divergence", *of_student)
     _check(input.shape[:-1], given, loss, target_softcap)
     leaves, teacher = Leaves.of_call(input, linear_weight, linear_bias, low_rank), given.of_call()
     numbers, low = [float(number) for number in loss[3:]], head.autocast_dtype(input)
-    options = (ignore_index, kind, reduction, numbers, low, chunk_size)
+    options = (ignore_index, kind, reduction, numbers, low, chunk_size, acc_dtype)
     rest = _rest(input, teacher, *options)
     if head.is_chunked(leaves, target, rest.head):
         reason, compiling = _unsupported(leaves, teacher, rest), torch.compiler.is_compiling()

@@ -73,18 +73,20 @@ def _chunk_backward_(
 # ---- all rows --------------------------------------------------------------------------------------------------------
 
 
-def _rest(input: Tensor, logit_scale: float, low: torch.dtype | None, chunk_size: int | None) -> head.Rest:
-    return head.Rest(head.cast(input.dtype, low), low, logit_scale, chunk_size)
+def _rest(
+    input: Tensor, logit_scale: float, low: torch.dtype | None, chunk_size: int | None, acc_dtype: torch.dtype | None
+) -> head.Rest:
+    return head.Rest(head.cast(input.dtype, low), low, logit_scale, chunk_size, acc_dtype)
 
 
 def _run(
     input: Tensor, linear_weight: Tensor | Quantized, linear_bias: Tensor | None, low_rank_input: Tensor | None,
     low_rank_weight: Tensor | None, target: Tensor, ignore_index: int, softcap: float, logit_scale: float,
-    low: torch.dtype | None, chunk_size: int | None,
+    low: torch.dtype | None, chunk_size: int | None, acc_dtype: torch.dtype | None,
 ) -> Found:  # fmt: skip
     """Log-probabilities and entropies in the shape of the target, 0 where that is ignored, and levels (2, rows)."""
     leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
-    rest, columns = _rest(input, logit_scale, low, chunk_size), linear_weight.shape[0]
+    rest, columns = _rest(input, logit_scale, low, chunk_size, acc_dtype), linear_weight.shape[0]
     wide = torch.promote_types(rest.compute, torch.float32)
     t = target.reshape(-1)
     found = torch.zeros((4, t.numel()), dtype=wide, device=input.device)
@@ -151,7 +153,7 @@ def _run_backward(
 def _describe(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank_input: Tensor | None,
     low_rank_weight: Tensor | None, target: Tensor, ignore_index: int, softcap: float, logit_scale: float,
-    low: torch.dtype | None, chunk_size: int | None,
+    low: torch.dtype | None, chunk_size: int | None, acc_dtype: torch.dtype | None,
 ) -> Found:  # fmt: skip
     wide = torch.promote_types(head.cast(input.dtype, low), torch.float32)
     log_prob, entropy = (input.new_empty(target.shape, dtype=wide) for _ in range(2))
@@ -162,11 +164,11 @@ def _run_backward_op(
     dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor | Quantized,
     linear_bias: Tensor | None, low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor,
     entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float, logit_scale: float, low: torch.dtype | None,
-    chunk_size: int | None, wanted: Sequence[bool],
+    chunk_size: int | None, acc_dtype: torch.dtype | None, wanted: Sequence[bool],
 ) -> FlatGradients:  # fmt: skip
     """The gradients; empty where one is not needed."""
     leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
-    rest = _rest(input, logit_scale, low, chunk_size)
+    rest = _rest(input, logit_scale, low, chunk_size, acc_dtype)
     given = (dlog_prob, dentropy, leaves, target, entropy, levels, ignore_index, softcap, rest, tuple(wanted))
     return head.flatten_gradients(_run_backward(*given), input)
 
@@ -175,7 +177,7 @@ def _describe_backward(
     dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
     low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor, entropy: Tensor, levels: Tensor,
     ignore_index: int, softcap: float, logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
-    wanted: Sequence[bool],
+    acc_dtype: torch.dtype | None, wanted: Sequence[bool],
 ) -> FlatGradients:  # fmt: skip
     leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
     return head.describe_gradients(leaves, tuple(wanted))
@@ -207,9 +209,10 @@ class LinearLogProb(dispatch.Pair, inputs=LEAVES, materialize=False):
         kernels: Ways, needs: Needs, input: Tensor, linear_weight: Tensor | None, linear_bias: Tensor | None,
         low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor, ignore_index: int,
         softcap: float, logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
+        acc_dtype: torch.dtype | None,
     ) -> Any:  # fmt: skip
         tensors = (input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
-        rest = (ignore_index, softcap, logit_scale, low, chunk_size)
+        rest = (ignore_index, softcap, logit_scale, low, chunk_size, acc_dtype)
         log_prob, entropy, levels = kernels.forward(*Leaves.kept(kernels.quantized, *tensors), target, *rest)
         return (log_prob, entropy), (*tensors, target, entropy, levels), (*rest, kernels.quantized)
 
@@ -225,7 +228,7 @@ class LinearLogProb(dispatch.Pair, inputs=LEAVES, materialize=False):
         needs: Needs, dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor | None,
         linear_bias: Tensor | None, low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor,
         entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float, logit_scale: float,
-        low: torch.dtype | None, chunk_size: int | None, quantized: Quantized | None,
+        low: torch.dtype | None, chunk_size: int | None, acc_dtype: torch.dtype | None, quantized: Quantized | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         def compose(*tensors: Any) -> Tensor:
             given, options = Leaves.kept(quantized, *tensors), (ignore_index, softcap, logit_scale)
@@ -248,14 +251,15 @@ _in_graph = dispatch.graph_op_of(
 def linear_log_prob(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, ignore_index: int,
     softcap: float | None, logit_scale: float, low_rank: LowRank | None, chunk_size: int | None,
+    acc_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Log-probabilities and entropies."""
-    head.check("linear_log_prob", input, linear_weight, target, softcap, logit_scale, chunk_size, low_rank)
+    head.check("linear_log_prob", input, linear_weight, target, softcap, logit_scale, chunk_size, acc_dtype, low_rank)
     options = (ignore_index, softcap or 0.0, logit_scale)
     leaves = Leaves.of_call(input, linear_weight, linear_bias, low_rank)
-    rest = _rest(input, logit_scale, head.autocast_dtype(input), chunk_size)
+    rest = _rest(input, logit_scale, head.autocast_dtype(input), chunk_size, acc_dtype)
     if head.is_chunked(leaves, target, rest):
-        kept = (*leaves.tensors, target, *options, rest.low, chunk_size)
+        kept = (*leaves.tensors, target, *options, *rest.options)
         if torch.compiler.is_compiling():
             return _in_graph(*kept)
         return LinearLogProb.run(DIRECTLY._replace(quantized=leaves.quantized), *kept)

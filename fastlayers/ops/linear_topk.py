@@ -133,7 +133,7 @@ def linear_topk(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, k: int, softcap: float | None, logit_scale: float,
     log_prob: bool, low_rank: LowRank | None, chunk_size: int | None,
 ) -> torch.return_types.topk:  # fmt: skip
-    head.check("linear_topk", input, linear_weight, input, softcap, logit_scale, chunk_size, low_rank)
+    head.check("linear_topk", input, linear_weight, input, softcap, logit_scale, chunk_size, low_rank=low_rank)
     leaves, cap = Leaves.of_call(input, linear_weight, linear_bias, low_rank), softcap or 0.0
     rest = _rest(input, logit_scale, head.autocast_dtype(input), chunk_size)
     # The composition raises torch's error for any other k.
@@ -153,7 +153,7 @@ def linear_topk(
 def linear_argmax(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank: LowRank | None, chunk_size: int | None
 ) -> Tensor:
-    head.check("linear_argmax", input, linear_weight, input, None, 1.0, chunk_size, low_rank)
+    head.check("linear_argmax", input, linear_weight, input, None, 1.0, chunk_size, low_rank=low_rank)
     leaves = Leaves.of_call(input, linear_weight, linear_bias, low_rank)
     rest = _rest(input, 1.0, head.autocast_dtype(input), chunk_size)
     if head.is_chunked(leaves, None, rest):
@@ -167,7 +167,7 @@ def linear_accuracy(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, ignore_index: int,
     low_rank: LowRank | None, chunk_size: int | None,
 ) -> Tensor:  # fmt: skip
-    head.check("linear_accuracy", input, linear_weight, target, None, 1.0, chunk_size, low_rank)
+    head.check("linear_accuracy", input, linear_weight, target, None, 1.0, chunk_size, low_rank=low_rank)
     leaves = Leaves.of_call(input, linear_weight, linear_bias, low_rank)
     rest = _rest(input, 1.0, head.autocast_dtype(input), chunk_size)
     if head.is_chunked(leaves, target, rest):

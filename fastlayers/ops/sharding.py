@@ -402,7 +402,7 @@ def _linear_cross_entropy(
     else:
         loss = linear_cross_entropy(
             own, own_weight, own_target, own_bias, own_classes, ignore_index, reference.REDUCTIONS[reduction],
-            smoothing, softcap or None, z_loss, logit_scale, None, None,
+            smoothing, softcap or None, z_loss, logit_scale, None, None, None,
         )  # fmt: skip
     if reduction == NONE:
         return shards.wrap(loss, without=last)
@@ -462,7 +462,7 @@ def _linear_log_prob(
         found = reference.linear_log_prob(own, own_weight, own_bias, own_target, *options)
     else:
         options = (ignore_index, softcap or None, logit_scale)  # type: ignore[assignment]
-        found = linear_log_prob(own, own_weight, own_target, own_bias, *options, None, None)
+        found = linear_log_prob(own, own_weight, own_target, own_bias, *options, None, None, None)
     log_prob, entropy = (shards.wrap(t, without=last) for t in found)
     return log_prob, entropy
 
