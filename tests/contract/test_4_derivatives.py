@@ -27,13 +27,14 @@ def test_gradcheck(op, sample, place, dtype):
 
 @cases(smooth, dtypes=FLOAT64)
 def test_gradgradcheck(op, sample, place, dtype):
+    """Every Jacobian as a whole only once: a second derivative is plain PyTorch on every backend."""
     call = sample.make(place.device, dtype)
     with place.forced(sample):
         assert gradgradcheck(
             call.function_of_leaves(op.fused),
             call.leaves(),
             gen_non_contig_grad_outputs=True,
-            fast_mode=place.is_slow(),
+            fast_mode=place.is_slow() or place.backend != "eager",
         )
 
 
