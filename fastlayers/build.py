@@ -50,6 +50,8 @@ CPU_VARIANTS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
 }
+#: Variables in which nvcc looks for options of its own. Others make other objects.
+NVCC_FLAGS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 NO_GPU = (
     "no GPU of compute capability 8.0 or later here. To compile CUDA kernels for another machine, name its capability: "
     "FASTLAYERS_CUDA_ARCHS=90 python -m fastlayers build"
@@ -377,6 +379,7 @@ def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: st
     cuda_sources = sorted(csrc.glob("*.cu")) if nvcc else []
     cxx = find_compiler()
     tools = f"torch {torch.version}, {info.compiler}, nvcc {info.nvcc}"
+    tools += "".join(f" {os.environ[name]}" for name in NVCC_FLAGS if os.environ.get(name))
     common = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", "-std=c++17", f"-I{torch.root / 'include'}"]
 
     def compile_step(source: Path, *command: str, variant: str = "") -> Step:
