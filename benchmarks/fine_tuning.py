@@ -1,4 +1,4 @@
-"""Steps of fine-tuning as its trainers run them: TRL's DPO and GRPO, and QLoRA, stock and patched.
+"""Steps of fine-tuning as its trainers run them: TRL's DPO and GRPO, LoRA, DoRA and QLoRA, stock and patched.
 
 Each is measured in a process of its own, on a Llama of 1.2B parameters and texts of random words. What TRL generates
 for GRPO is part of a step's time, and is given apart, since it takes most of it.
@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import nn
 
 from benchmarks.environment import environment, version
-from benchmarks.networks.language import LLAMA, LLAMA_LORA, LLAMA_QLORA
+from benchmarks.networks.language import LLAMA, LLAMA_DORA, LLAMA_LORA, LLAMA_LORA_DROPOUT, LLAMA_QLORA
 from benchmarks.networks.modes import UnavailableError, prepare
 from benchmarks.networks.network import Network
 from benchmarks.report import Line, caption, markdown_table, print_table
@@ -33,7 +33,12 @@ MODES = {"eager": "stock", "fastlayers": "fastlayers"}
 #: Steps before those that are timed, of which the second records regions, and timed ones.
 WARM, TIMED = 3, 4
 #: The most of stock's time and memory that a patched step may take.
-BARS = {"dpo": (0.75, 0.5), "grpo": (0.75, 0.5), "qlora": (None, 0.45)}
+BARS = {
+    "dpo": (0.75, 0.5), "grpo": (0.75, 0.5), "lora": (0.7, 0.5), "dropout": (None, None), "dora": (None, None),
+    "qlora": (None, 0.45),
+}  # fmt: skip
+#: Whose steps a trainer of TRL runs.
+TRAINERS = ("dpo", "grpo")
 
 Row = dict[str, Any]
 
@@ -57,6 +62,9 @@ JOBS = (
     Job("dpo", "DPO with LoRA, 4 pairs of 1024 tokens", LLAMA_LORA),
     Job("dpo", "DPO with LoRA, 4 pairs of 1024 tokens", LLAMA_LORA, checkpoints=True),
     Job("grpo", "GRPO with LoRA, 16 completions of 64 tokens", LLAMA_LORA),
+    Job("lora", "LoRA, 4x2048 tokens", LLAMA_LORA),
+    Job("dropout", "LoRA with a dropout of 0.05, 4x2048 tokens", LLAMA_LORA_DROPOUT),
+    Job("dora", "DoRA, 4x2048 tokens", LLAMA_DORA),
     Job("qlora", "QLoRA, 4x2048 tokens", LLAMA_QLORA),
 )
 
@@ -175,7 +183,7 @@ def measure(index: int, mode: str) -> Row:
     model = job.network.build(torch.device("cuda"))
     prepare(model, mode)
     gc.collect()
-    row = steps_alone(job, model) if job.kind == "qlora" else steps_of_trainer(job, model, mode)
+    row = steps_of_trainer(job, model, mode) if job.kind in TRAINERS else steps_alone(job, model)
     return row | {"peak_bytes": torch.cuda.max_memory_allocated()}
 
 

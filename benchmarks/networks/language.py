@@ -53,10 +53,14 @@ class AdaptedLanguageModel(LanguageModel):
     Args:
         rank: columns of the adapters.
         four_bits: whether bitsandbytes keeps the weights of those layers in 4 bits (QLoRA).
+        dropout: share of an adapter's input that is dropped.
+        dora: whether the columns of the sum are scaled (DoRA).
     """
 
     rank: int = 16
     four_bits: bool = False
+    dropout: float = 0.0
+    dora: bool = False
 
     def build(self, device: torch.device) -> nn.Module:
         import peft
@@ -64,7 +68,10 @@ class AdaptedLanguageModel(LanguageModel):
         model = super().build(device)
         if self.four_bits:
             quantise(model)
-        adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=self.rank, target_modules="all-linear")
+        adapter = peft.LoraConfig(
+            task_type="CAUSAL_LM", r=self.rank, target_modules="all-linear", lora_dropout=self.dropout,
+            use_dora=self.dora,
+        )  # fmt: skip
         return used(peft.get_peft_model(model, adapter))
 
 
@@ -181,6 +188,9 @@ LLAMA_LORA = AdaptedLanguageModel(
 )
 #: Not among those below: bitsandbytes makes a CUDA context where it is imported, which models.py cannot have.
 LLAMA_QLORA = replace(LLAMA_LORA, name="llama_qlora", title="Llama 1.2B with QLoRA", four_bits=True)
+#: Nor these, which differ little: fine_tuning.py has them.
+LLAMA_LORA_DROPOUT = replace(LLAMA_LORA, name="llama_lora_dropout", title="Llama 1.2B with LoRA, dropout", dropout=0.05)
+LLAMA_DORA = replace(LLAMA_LORA, name="llama_dora", title="Llama 1.2B with DoRA", dora=True)
 
 LANGUAGE: tuple[Network, ...] = (
     LLAMA_LORA,
