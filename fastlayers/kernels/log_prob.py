@@ -57,8 +57,8 @@ def _row(
 
 @triton.jit
 def _gradient(
-    x_ptr, target_ptr, entropy_ptr, level_ptr, dlog_prob_ptr, dentropy_ptr, softcap: tl.float64, columns, stride, rows,
-    blocks,
+    x_ptr, target_ptr, entropy_ptr, level_ptr, dlog_prob_ptr, dentropy_ptr, dlse_ptr, softcap: tl.float64,
+    columns, stride, rows, blocks,
     CAPPED: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(INDEX)
@@ -76,6 +76,8 @@ def _gradient(
         d += tl.load(dlog_prob_ptr + row) * (tl.where(hit, 1.0, 0.0) - p)
     if dentropy_ptr is not None:
         d -= tl.load(dentropy_ptr + row) * tl.where(p > 0, p * (log_p + tl.load(entropy_ptr + row)), 0.0)
+    if dlse_ptr is not None:
+        d += tl.load(dlse_ptr + row) * p
     if CAPPED:
         slope = score / tl.full((), softcap, ACC)
         d *= 1.0 - slope * slope
@@ -110,9 +112,9 @@ def log_prob_chunk(logits: Tensor, target: Tensor, softcap: float, columns: int)
 
 def log_prob_chunk_backward_(
     logits: Tensor, target: Tensor, entropy: Tensor, levels: Tensor, dlog_prob: Tensor | None, dentropy: Tensor | None,
-    softcap: float, columns: int,
+    dlse: Tensor | None, softcap: float, columns: int,
 ) -> None:  # fmt: skip
     """Put the gradient in the place of the logits, 0 in the padding."""
     rows, stride = logits.shape
     launch = _launch(rows, columns, stride, softcap, logits.dtype, True)
-    launch(logits, target, entropy, levels, dlog_prob, dentropy)
+    launch(logits, target, entropy, levels, dlog_prob, dentropy, dlse)

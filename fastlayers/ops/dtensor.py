@@ -448,6 +448,18 @@ class Sum(torch.autograd.Function):
         return Sum.apply(dy, ctx.groups), None
 
 
+class Total(torch.autograd.Function):
+    """The sum over the ranks of groups, as a result that all of them have: the gradient, too, is the same on each."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, groups: Sequence[Any]) -> Tensor:
+        return reduce(t, groups)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
 def reduce(t: Tensor, groups: Sequence[Any], maximum: bool = False) -> Tensor:
     """The sum of ``t`` over the ranks of groups, or the maximum. No autograd."""
     out = t.detach().clone(memory_format=torch.contiguous_format)

@@ -4,9 +4,11 @@ For the scores z of a row, softcap·tanh(logits/softcap) or the logits, and its 
 
     log_prob = z_t - lse                          dz = (1[j = t] - p)·dlog_prob
     entropy = -sum(p·log p)                       dz = -p·(log p + entropy)·dentropy
+    lse = log(sum(exp(z)))                        dz = p·dlse
 
-with p = exp(z - lse). The incoming gradient of a row is known only after the forward, so the backward goes through the
-chunks again: four products in all.
+with p = exp(z - lse). The last is for classes that are distributed over ranks: it says which part of a sum a rank has.
+The incoming gradient of a row is known only after the forward, so the backward goes through the chunks again: four
+products in all.
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ def _chunk(logits: Tensor, target: Tensor, softcap: float, columns: int) -> Foun
 
 def _chunk_backward_(
     logits: Tensor, target: Tensor, entropy: Tensor, levels: Tensor, dlog_prob: Tensor | None, dentropy: Tensor | None,
-    softcap: float, columns: int,
+    dlse: Tensor | None, softcap: float, columns: int,
 ) -> None:  # fmt: skip
     """Put the gradient in the place of the logits, 0 in the padding."""
     if backends.generates_kernels(logits.device):
         from fastlayers.kernels import log_prob
 
-        given = (logits, target, entropy, levels, dlog_prob, dentropy, softcap, columns)
+        given = (logits, target, entropy, levels, dlog_prob, dentropy, dlse, softcap, columns)
         return log_prob.log_prob_chunk_backward_(*given)
     scores = scores_of(logits[:, :columns], softcap)
     log_p = (scores - levels[0, :, None]) - levels[1, :, None]
@@ -63,6 +65,8 @@ def _chunk_backward_(
     if dlog_prob is not None:
         d -= dlog_prob[:, None] * log_p.exp()
         d.scatter_add_(1, target[:, None], dlog_prob[:, None].to(d.dtype))
+    if dlse is not None:
+        d += dlse[:, None] * log_p.exp()
     if softcap:
         d *= 1 - (scores / softcap).square()
     logits[:, :columns] = d
@@ -95,7 +99,7 @@ def _run(
     if kept is not None:
         leaves, t = leaves.rows(kept), t[kept]
     counts = t != ignore_index
-    _check_classes(t, counts, columns)
+    check_classes(t, counts, columns)
     t = torch.where(counts, t, 0)
 
     def chunk(logits: Tensor, start: int, end: int) -> None:
@@ -110,7 +114,7 @@ def _run(
     return log_prob.view(target.shape), entropy.view(target.shape), levels
 
 
-def _check_classes(classes: Tensor, counts: Tensor, columns: int) -> None:
+def check_classes(classes: Tensor, counts: Tensor, columns: int) -> None:
     """Torch's error for a class that is none: on a GPU a device-side assert."""
     right = ~counts | ((classes >= 0) & (classes < columns))
     if classes.device.type != "cpu":
@@ -120,30 +124,31 @@ def _check_classes(classes: Tensor, counts: Tensor, columns: int) -> None:
 
 
 def _run_backward(
-    dlog_prob: Tensor | None, dentropy: Tensor | None, leaves: Leaves, target: Tensor, entropy: Tensor, levels: Tensor,
-    ignore_index: int, softcap: float, rest: head.Rest, needs: Needs,
+    dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None, leaves: Leaves, target: Tensor,
+    entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float, rest: head.Rest, needs: Needs,
 ) -> head.Gradients:  # fmt: skip
     columns = leaves.linear_weight.shape[0]
     wide = torch.promote_types(rest.compute, torch.float32)
     classes = target.reshape(-1)
     counts = classes != ignore_index
     # A row without a label has no gradient, whatever comes in.
-    dys = [None if dy is None else torch.where(counts, dy.reshape(-1).to(wide), 0.0) for dy in (dlog_prob, dentropy)]
+    incoming = (dlog_prob, dentropy, dlse)
+    dys = [None if dy is None else torch.where(counts, dy.reshape(-1).to(wide), 0.0) for dy in incoming]
     given = [torch.where(counts, classes, 0), entropy.reshape(-1), levels[0], levels[1], *dys]
     kept = head.labelled(classes, ignore_index, columns)
     if kept is not None:
         given = [None if t is None else t[kept] for t in given]
-    t, e, base, below, dlog, dent = given
+    t, e, base, below, *dys = given
     levels = torch.stack((base, below))  # type: ignore[arg-type]
 
     def chunk(logits: Tensor, start: int, end: int) -> None:
         part = slice(start, end)
-        d, de = (None if dy is None else dy[part] for dy in (dlog, dent))
-        _chunk_backward_(logits, t[part], e[part], levels[:, part].contiguous(), d, de, softcap, columns)  # type: ignore[index]
+        dlog, dent, dl = (None if dy is None else dy[part] for dy in dys)
+        _chunk_backward_(logits, t[part], e[part], levels[:, part].contiguous(), dlog, dent, dl, softcap, columns)  # type: ignore[index]
 
-    some = leaves if kept is None else leaves.rows(kept)
+    labelled = leaves if kept is None else leaves.rows(kept)
     with torch.no_grad(), torch.autocast(target.device.type, enabled=False):
-        found = head.sweep(*some[:3], rest, chunk, 1.0, needs, some.low_rank)
+        found = head.sweep(*labelled[:3], rest, chunk, 1.0, needs, labelled.low_rank)
     return found if kept is None else found.of_all_rows(kept, leaves)
 
 
@@ -161,23 +166,24 @@ def _describe(
 
 
 def _run_backward_op(
-    dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor | Quantized,
-    linear_bias: Tensor | None, low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor,
+    dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None, input: Tensor,
+    linear_weight: Tensor | Quantized, linear_bias: Tensor | None, low_rank_input: Tensor | None,
+    low_rank_weight: Tensor | None, target: Tensor,
     entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float, logit_scale: float, low: torch.dtype | None,
     chunk_size: int | None, acc_dtype: torch.dtype | None, wanted: Sequence[bool],
 ) -> FlatGradients:  # fmt: skip
     """The gradients; empty where one is not needed."""
     leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
     rest = _rest(input, logit_scale, low, chunk_size, acc_dtype)
-    given = (dlog_prob, dentropy, leaves, target, entropy, levels, ignore_index, softcap, rest, tuple(wanted))
+    given = (dlog_prob, dentropy, dlse, leaves, target, entropy, levels, ignore_index, softcap, rest, tuple(wanted))
     return head.flatten_gradients(_run_backward(*given), input)
 
 
 def _describe_backward(
-    dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
-    low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor, entropy: Tensor, levels: Tensor,
-    ignore_index: int, softcap: float, logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
-    acc_dtype: torch.dtype | None, wanted: Sequence[bool],
+    dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None, input: Tensor, linear_weight: Tensor,
+    linear_bias: Tensor | None, low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor,
+    entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float, logit_scale: float, low: torch.dtype | None,
+    chunk_size: int | None, acc_dtype: torch.dtype | None, wanted: Sequence[bool],
 ) -> FlatGradients:  # fmt: skip
     leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
     return head.describe_gradients(leaves, tuple(wanted))
@@ -214,22 +220,31 @@ class LinearLogProb(dispatch.Pair, inputs=LEAVES, materialize=False):
         tensors = (input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
         rest = (ignore_index, softcap, logit_scale, low, chunk_size, acc_dtype)
         log_prob, entropy, levels = kernels.forward(*Leaves.kept(kernels.quantized, *tensors), target, *rest)
-        return (log_prob, entropy), (*tensors, target, entropy, levels), (*rest, kernels.quantized)
+        return (log_prob, entropy, levels), (*tensors, target, entropy, levels), (*rest, kernels.quantized)
 
     @staticmethod
     def backward(
-        kernels: Ways, needs: Needs, dlog_prob: Tensor | None, dentropy: Tensor | None, *args: Any
-    ) -> tuple[Tensor | None, ...]:
+        kernels: Ways, needs: Needs, dlog_prob: Tensor | None, dentropy: Tensor | None, dlevels: Tensor | None,
+        *args: Any,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         tensors, (*rest, quantized) = args[:LEAVES], args[LEAVES:]
-        return kernels.backward(dlog_prob, dentropy, *Leaves.kept(quantized, *tensors), *rest, needs)
+        dlse = None if dlevels is None else dlevels[1]  # The largest score is taken for a constant.
+        return kernels.backward(dlog_prob, dentropy, dlse, *Leaves.kept(quantized, *tensors), *rest, needs)
 
     @staticmethod
     def differentiable_backward(
-        needs: Needs, dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor | None,
-        linear_bias: Tensor | None, low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor,
-        entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float, logit_scale: float,
-        low: torch.dtype | None, chunk_size: int | None, acc_dtype: torch.dtype | None, quantized: Quantized | None,
+        needs: Needs, dlog_prob: Tensor | None, dentropy: Tensor | None, dlevels: Tensor | None, input: Tensor,
+        linear_weight: Tensor | None, linear_bias: Tensor | None, low_rank_input: Tensor | None,
+        low_rank_weight: Tensor | None, target: Tensor, entropy: Tensor, levels: Tensor, ignore_index: int,
+        softcap: float, logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
+        acc_dtype: torch.dtype | None, quantized: Quantized | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        if dlevels is not None:
+            raise RuntimeError(
+                "linear_log_prob() of sharded classes has no second derivative, which create_graph=True asks for: it"
+                " would need the logits of the other ranks"
+            )
+
         def compose(*tensors: Any) -> Tensor:
             given, options = Leaves.kept(quantized, *tensors), (ignore_index, softcap, logit_scale)
             return torch.stack(reference.linear_log_prob(*given.dequantized(), target, *options, given.low_rank))
@@ -241,7 +256,7 @@ class LinearLogProb(dispatch.Pair, inputs=LEAVES, materialize=False):
 
 
 _in_graph = dispatch.graph_op_of(
-    LinearLogProb, "linear_log_prob", returns=tuple[Tensor, Tensor], kernels=lambda: IN_GRAPH
+    LinearLogProb, "linear_log_prob", returns=tuple[Tensor, Tensor, Tensor], kernels=lambda: IN_GRAPH
 )
 
 
@@ -261,6 +276,27 @@ def linear_log_prob(
     if head.is_chunked(leaves, target, rest):
         kept = (*leaves.tensors, target, *options, *rest.options)
         if torch.compiler.is_compiling():
-            return _in_graph(*kept)
-        return LinearLogProb.run(DIRECTLY._replace(quantized=leaves.quantized), *kept)
+            return _in_graph(*kept)[:2]  # type: ignore[no-any-return]
+        return LinearLogProb.run(DIRECTLY._replace(quantized=leaves.quantized), *kept)[:2]
     return dispatch.call_reference(reference.linear_log_prob, *leaves.dequantized(), target, *options, leaves.low_rank)
+
+
+def of_some_classes(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, softcap: float, logit_scale: float
+) -> Found:
+    """Log-probabilities, entropies and levels among the classes of one rank, whose targets are among them or -100.
+
+    The gradient of the second level is that of the log-sum-exp; the first is taken for a constant.
+    """
+    leaves = Leaves.of_call(input, linear_weight, linear_bias, None)
+    rest = _rest(input, logit_scale, head.autocast_dtype(input), None, None)
+    if head.is_chunked(leaves, target, rest):
+        given = (*leaves.tensors, target, -100, softcap, logit_scale, *rest.options)
+        return LinearLogProb.run(DIRECTLY._replace(quantized=leaves.quantized), *given)  # type: ignore[no-any-return]
+    logits = reference.head_logits(input, linear_weight, linear_bias, None)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = reference.capped(wide * logit_scale, softcap)
+    base = scores.detach().amax(-1)
+    rest_of = torch.logsumexp(scores - base[..., None], -1)
+    found = reference.linear_log_prob(input, linear_weight, linear_bias, target, -100, softcap, logit_scale)
+    return *found, torch.stack((base.reshape(-1), rest_of.reshape(-1)))

@@ -61,7 +61,7 @@ from fastlayers.ops.group_norm import group_norm, instance_norm
 from fastlayers.ops.kl_div import divergence, kl_div
 from fastlayers.ops.layer_norm import ada_layer_norm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fastlayers.ops.linear_cross_entropy import linear_cross_entropy
-from fastlayers.ops.linear_log_prob import linear_log_prob
+from fastlayers.ops.linear_log_prob import check_classes, linear_log_prob, of_some_classes
 from fastlayers.ops.max_pool2d import max_pool2d
 from fastlayers.ops.response_norm import global_response_norm
 from fastlayers.ops.rotary import rotary
@@ -455,9 +455,11 @@ def _linear_log_prob(
         raise NoRuleError("expected no adapter")
     last = input.dim() - 1
     given = (input, linear_weight, linear_bias, target)
-    shards = Shards(given, (rows, by_class, by_class, rows), (last,), fill=False)
+    shards = Shards(given, (rows, by_class, by_class, rows), fill=False)
     own, own_weight, own_bias, own_target = shards.tensors
-    if own.numel() == 0:
+    if shards.groups(last) and own.numel():
+        found = _log_prob_across(shards, ignore_index, softcap, logit_scale)
+    elif own.numel() == 0:
         options = (ignore_index, softcap, logit_scale)
         found = reference.linear_log_prob(own, own_weight, own_bias, own_target, *options)
     else:
@@ -465,6 +467,37 @@ def _linear_log_prob(
         found = linear_log_prob(own, own_weight, own_target, own_bias, *options, None, None, None)
     log_prob, entropy = (shards.wrap(t, without=last) for t in found)
     return log_prob, entropy
+
+
+def _log_prob_across(shards: Shards, ignore_index: int, softcap: float, logit_scale: float) -> tuple[Tensor, Tensor]:
+    """By a weight whose classes are sharded. The ranks exchange four numbers for each row, in the backward one."""
+    own, own_weight, own_bias, target = shards.tensors
+    last = len(shards.plan.shape) - 1
+    groups = shards.groups(last)
+    if len(groups) != 1:
+        raise NoRuleError("the classes are sharded; expected one dimension of the mesh for them")
+    if shards.least(last) == 0:
+        raise NoRuleError(f"{shards.plan.shape[last]} classes leave a rank without any")
+    if torch.compiler.is_compiling():
+        raise NoRuleError("the classes are sharded, and a graph is compiled")
+    kept = target != ignore_index
+    check_classes(target, kept, shards.plan.shape[last])
+    classes = target - shards.start(last)
+    is_own = kept & (classes >= 0) & (classes < own_weight.shape[0])
+    # A row without a label here still has a part of the sum. Any class will do.
+    local = torch.where(kept, torch.where(is_own, classes, 0), -100)
+    given = (own, own_weight, local, own_bias, softcap, logit_scale)
+    log_prob, entropy, levels = of_some_classes(*given)
+    base, rest = (level.view(target.shape) for level in levels)
+    largest = dtensor.reduce(base, groups, maximum=True)
+    # The logarithm of this rank's part of the sum, in which no large score is added to a small one.
+    part = base.detach() - largest + rest
+    part = part - dtensor.Sum.apply(part.exp(), groups).log()
+    share = part.exp()
+    of_target, mixed = torch.where(is_own, log_prob + part, 0.0), share * (entropy - part)
+    of_target, mixed = dtensor.Total.apply(torch.stack((of_target, mixed)), groups)
+    of_target = of_target - of_target.detach().clamp(min=0.0)  # A rounding above 0
+    return torch.where(kept, of_target, 0.0), torch.where(kept, mixed, 0.0)
 
 
 def _kl_div(x: DTensor, target: DTensor, reduction: str, log_target: bool) -> DTensor:

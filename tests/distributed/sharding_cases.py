@@ -177,5 +177,8 @@ CASES = [
     Case("js_div_logits", ("bsC", "bsC"), partial(F.js_div_logits, reduction="batchmean")),
     Case("linear_log_prob", ("bsH", "KH", "bs", "K"),
          lambda x, w, t, b: F.linear_log_prob(x, w, t, linear_bias=b, entropy=True), make={2: labels}),
+    Case("linear_log_prob across", ("bsH", "vH", "bs", "v"),
+         lambda x, w, t, b: F.linear_log_prob(x, w, t, linear_bias=b, entropy=True, softcap=3.0),
+         twice=False, also="v", once="v", make={2: labels}),
     Case("cross_entropy of a row", ("C", ""), F.cross_entropy, make={1: lambda *args: torch.tensor(2)}, cpu=False),
 ]  # fmt: skip
