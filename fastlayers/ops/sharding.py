@@ -470,7 +470,10 @@ def _linear_log_prob(
 
 
 def _log_prob_across(shards: Shards, ignore_index: int, softcap: float, logit_scale: float) -> tuple[Tensor, Tensor]:
-    """By a weight whose classes are sharded. The ranks exchange four numbers for each row, in the backward one."""
+    """By a weight whose classes are sharded. The ranks exchange four numbers for each row, in the backward one.
+
+    A row all of whose logits on one rank are -inf is NaN.
+    """
     own, own_weight, own_bias, target = shards.tensors
     last = len(shards.plan.shape) - 1
     groups = shards.groups(last)
