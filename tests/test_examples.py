@@ -64,6 +64,12 @@ class Runner:
         assert status == 0, self.stdout.read_text() + self.stderr.read_text()
         return self.stdout.read_text()
 
+    def source(self, text: str, folder: Path, *launcher: str) -> str:
+        """What a program of this text prints."""
+        script = folder / "program.py"
+        script.write_text(text)
+        return self.python(*launcher, str(script))
+
     def refused(self, name: str, *arguments: str) -> str:
         """What it says to wrong options."""
         status = self._run([str(ROOT / "examples" / name), *arguments])
@@ -194,9 +200,7 @@ def test_char_gpt_refuses_what_it_cannot_do(example, tmp_path):
 
 def test_char_gpt_refuses_processes_that_cannot_share_it(example, tmp_path):
     needs("einops")
-    script = tmp_path / "meshes.py"
-    script.write_text(MESHES)
-    example.python(str(script))
+    example.source(MESHES, tmp_path)
 
 
 MESHES = f"""
@@ -231,10 +235,8 @@ for options, expected in (
 def test_tensor_parallelism_communicates_as_parallel_memory_counts(example, tmp_path):
     """A step of L layers: 8 L + 4 all-gathers and reduce-scatters of the whole sequence."""
     needs("einops")
-    script = tmp_path / "collectives.py"
-    script.write_text(COLLECTIVES)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    example.python(*launcher, str(script))
+    example.source(COLLECTIVES, tmp_path, *launcher)
 
 
 COLLECTIVES = f"""
@@ -332,9 +334,7 @@ def test_lightning_callback(example, tmp_path):
 def test_the_callback_patches_for_the_time_of_a_run(example, tmp_path):
     """In a process of its own: importing lightning replaces ``torch.compile`` for all that runs after it."""
     needs("lightning")
-    script = tmp_path / "callback.py"
-    script.write_text(CALLBACK)
-    example.python(str(script))
+    example.source(CALLBACK, tmp_path)
 
 
 CALLBACK = f"""

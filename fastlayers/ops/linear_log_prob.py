@@ -293,10 +293,8 @@ def of_some_classes(
     if head.is_chunked(leaves, target, rest):
         given = (*leaves.tensors, target, -100, softcap, logit_scale, *rest.options)
         return LinearLogProb.run(DIRECTLY._replace(quantized=leaves.quantized), *given)  # type: ignore[no-any-return]
-    logits = reference.head_logits(input, linear_weight, linear_bias, None)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores = reference.capped(wide * logit_scale, softcap)
+    scores = reference.head_scores(input, linear_weight, linear_bias, softcap, logit_scale)
     base = scores.detach().amax(-1)
-    rest_of = torch.logsumexp(scores - base[..., None], -1)
-    found = reference.linear_log_prob(input, linear_weight, linear_bias, target, -100, softcap, logit_scale)
-    return *found, torch.stack((base.reshape(-1), rest_of.reshape(-1)))
+    below = torch.logsumexp(scores - base[..., None], -1)
+    levels = torch.stack((base.reshape(-1), below.reshape(-1)))
+    return *reference.log_prob_of_scores(scores, target, -100), levels

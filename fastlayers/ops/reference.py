@@ -368,9 +368,22 @@ def linear_log_prob(
             f"linear_log_prob(): expected input (..., H), linear_weight (C, H) and target (...), but got"
             f" {tuple(input.shape)}, {tuple(linear_weight.shape)} and {tuple(target.shape)}"
         )
+    scores = head_scores(input, linear_weight, linear_bias, softcap, logit_scale, low_rank)
+    return log_prob_of_scores(scores, target, ignore_index)
+
+
+def head_scores(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, softcap: float, logit_scale: float,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """The scaled and capped logits of a head, in float32 at least."""
     logits = head_logits(input, linear_weight, linear_bias, low_rank)
-    logits = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale, softcap)
-    log_p = F.log_softmax(logits, -1)
+    return capped(logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale, softcap)
+
+
+def log_prob_of_scores(scores: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The log-probabilities of the classes and the entropies, 0 where the target is ignored."""
+    log_p = F.log_softmax(scores, -1)
     kept = target != ignore_index
     log_prob = log_p.gather(-1, torch.where(kept, target, 0).unsqueeze(-1)).squeeze(-1)
     return torch.where(kept, log_prob, 0.0), torch.where(kept, -times_exp(log_p).sum(-1), 0.0)

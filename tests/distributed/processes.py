@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 _folder = ""
 #: Python has one server to fork from, which the benchmark of models uses too: its module is here for that.
@@ -28,6 +30,18 @@ def run_in_processes(
     multiprocessing.set_forkserver_preload(PRELOADED)
     given = (str(tmp_path), world, backend, function)
     torch.multiprocessing.start_processes(_enter, given, nprocs=world, start_method=start_method)
+
+
+def losses_of(call: Callable[[Any], Tensor], optimizer: torch.optim.Optimizer, batches: Iterable[Any]) -> Tensor:
+    """The losses of steps on batches: the mean square of what is called."""
+    found = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = call(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return torch.stack(found)
 
 
 def shared_path(name: str) -> str:

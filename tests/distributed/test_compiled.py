@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_in_processes
+from processes import losses_of, run_in_processes
 from test_wrappers import ddp, net, of_data, of_the_root, tensor_parallel
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -29,14 +29,7 @@ def sequence_parallel(model, mesh):
 
 def train(model, call, x):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = call(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.stack(losses)
+    return losses_of(call, optimizer, [x] * STEPS)
 
 
 def check_compiled(rank):

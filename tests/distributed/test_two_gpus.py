@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from processes import run_in_processes
+from processes import losses_of, run_in_processes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
@@ -74,14 +74,7 @@ def rows(rank: int) -> list[Tensor]:
 
 def losses(model: nn.Module, batches: list[Tensor]) -> Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
-    found = []
-    for x in batches:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.detach())
-    return torch.stack(found)
+    return losses_of(model, optimizer, batches)
 
 
 def replays(model: nn.Module) -> dict[str, int]:

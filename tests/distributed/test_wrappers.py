@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_in_processes
+from processes import losses_of, run_in_processes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -52,14 +52,7 @@ def net():
 def train(model, x, group=None, optimizer=None):
     """The losses of some steps, averaged over the processes of a group."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    losses = torch.stack(losses)
+    losses = losses_of(model, optimizer, [x] * STEPS)
     dist.all_reduce(losses, group=group)
     return losses / dist.get_world_size(group)
 
