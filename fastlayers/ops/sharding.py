@@ -422,10 +422,10 @@ def _linear_cross_entropy_across(
     groups, low = shards.groups(last), head.autocast_dtype(own)
     compute = head.cast(own.dtype, low)
     problem = head.unsupported(own, own_weight, own_bias, own_target, None, head.Rest(compute, low, logit_scale, None))
-    if len(groups) != 1 or own_classes is not None or not 0.0 <= smoothing <= 1.0:
-        problem = "the classes are sharded; expected one dimension of the mesh for them, and no weights of classes"
-    elif shards.least(last) == 0:
-        problem = f"{shards.plan.shape[last]} classes leave a rank without any"
+    if own_classes is not None or not 0.0 <= smoothing <= 1.0:
+        problem = "the classes are sharded; expected no weights of classes, and a label_smoothing from 0 to 1"
+    elif (of_classes := _problem_of_classes(shards, last)) is not None:
+        problem = of_classes
     elif compute is torch.float16:
         problem = "the products are in float16; expected bfloat16 or float32, for gradients of logits that are small"
     if problem is not None and (own.numel() or len(groups) != 1):
@@ -445,6 +445,15 @@ def _linear_cross_entropy_across(
         return shards.wrap(loss.view(own_target.shape), without=last)
     part = shards.wrap_part(loss, last)
     return part if reduction == SUM else _summed(part)
+
+
+def _problem_of_classes(shards: Shards, dim: int) -> str | None:
+    """Why classes along a sharded dimension have no rule, None where they have one."""
+    if len(shards.groups(dim)) != 1:
+        return "the classes are sharded; expected one dimension of the mesh for them"
+    if shards.least(dim) == 0:
+        return f"{shards.plan.shape[dim]} classes leave a rank without any"
+    return None
 
 
 def _linear_log_prob(
@@ -477,10 +486,9 @@ def _log_prob_across(shards: Shards, ignore_index: int, softcap: float, logit_sc
     own, own_weight, own_bias, target = shards.tensors
     last = len(shards.plan.shape) - 1
     groups = shards.groups(last)
-    if len(groups) != 1:
-        raise NoRuleError("the classes are sharded; expected one dimension of the mesh for them")
-    if shards.least(last) == 0:
-        raise NoRuleError(f"{shards.plan.shape[last]} classes leave a rank without any")
+    problem = _problem_of_classes(shards, last)
+    if problem is not None:
+        raise NoRuleError(problem)
     if torch.compiler.is_compiling():
         raise NoRuleError("the classes are sharded, and a graph is compiled")
     kept = target != ignore_index
