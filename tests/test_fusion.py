@@ -1555,11 +1555,12 @@ def test_an_adapter_beside_a_frozen_weight(device, dtype, rows, inside, outside,
     a, b = adapter(device, dtype, inside, outside, rank)
     _, other = check(lambda *given: adapted(*given, 0.75), x, weight, a, b, tolerance=TOLERANCE[LOW])
     thin = dtype is torch.float32
-    assert names_of(other.forward) == Counter(sum_of_products=1, **({"thin_product": 1} if thin else {"mm": 1}))
+    u = {"thin_product" if thin else "mm": 1}
+    assert names_of(other.forward) == Counter(sum_of_wide_products=1, addmm_=1, **u)
     found = names_of(other.backward)
-    assert found["sum_of_products"] == 1
+    assert found["sum_of_wide_products"] == 1
     if thin:
-        assert found == Counter(sum_of_products=1, thin_product=3)
+        assert found == Counter(sum_of_wide_products=1, addmm_=1, thin_product=3)
         assert "x0" in other.kept
     check(lambda *given: adapted(*given[:4], -2.0, given[4]), x, weight, a, b, bias, tolerance=TOLERANCE[LOW])
 
@@ -1589,10 +1590,10 @@ def test_a_dropout_before_an_adapter(device, dtype, alike, monkeypatch):
     assert {"x0", mask} < {*other.kept}
     assert len(other.kept) == 6  # A, B, the frozen weight and the thin product
     forward, backward = names_of(other.forward), names_of(other.backward)
-    assert forward["thin_product"] == forward["sum_of_products"] == forward["native_dropout"] == 1
+    assert forward["thin_product"] == forward["sum_of_wide_products"] == forward["native_dropout"] == 1
     assert ("empty" in forward) == alike
     assert backward["thin_product"] == 1 + (0 if rounds else 2)
-    assert backward["sum_of_products"] == 1
+    assert backward["sum_of_wide_products"] == 1
     assert "native_dropout_backward" not in backward
 
 
@@ -1616,7 +1617,7 @@ def test_dropouts_before_adapters_on_one_input(device):
         return tuple(results)
 
     _, other = check(function, x, *parameters, *weights, tolerance=TOLERANCE[LOW], seed=1)
-    assert names_of(other.backward)["sum_of_products"] == 1
+    assert names_of(other.backward)["sum_of_wide_products"] == 1
     masks = [o.makes[1] for o in other.forward if plain_name(o.function) == "native_dropout"]
     assert len({*masks}) == 5
     assert {*masks} < {*other.kept}
@@ -1734,7 +1735,7 @@ def test_an_adapter_of_float64_stays(device):
     x = torch.randn(2, 35, 136, device=device, dtype=LOW, requires_grad=True)
     weight = (torch.randn(200, 136, device=device) * 0.1).to(LOW)
     _, other = check(lambda *given: adapted(*given, 0.75), x, weight, *adapter(device, torch.float64, 136, 200, 8))
-    assert not {"sum_of_products", "thin_product"} & names_of([*other.forward, *other.backward]).keys()
+    assert not {"sum_of_wide_products", "thin_product"} & names_of([*other.forward, *other.backward]).keys()
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -1767,8 +1768,48 @@ def test_adapters_on_one_input(device, dtype):
         return adapted(h, down, a3, b3, 1.0)
 
     _, other = check(function, x, *parameters, *last, *weights, down, tolerance=TOLERANCE[LOW])
-    assert names_of(other.forward)["sum_of_products"] == 3
-    assert names_of(other.backward)["sum_of_products"] == 2
+    assert names_of(other.forward)["sum_of_wide_products"] == 3
+    assert names_of(other.backward)["sum_of_wide_products"] == 2
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_the_gradient_of_what_layers_read(device):
+    """It is added up where it lies: of query, key and value, of gate and up, whose gradients overwrite others."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 35, 136, device=device, dtype=LOW, requires_grad=True)
+    weights = [(torch.randn(n, 136, device=device) * 0.1).to(LOW).requires_grad_() for n in (136, 72, 72)]
+    bias = torch.randn(72, device=device).to(LOW).requires_grad_()
+
+    def three(x, q, k, v, bias):
+        return F.linear(x, q), F.linear(x, k, bias), F.linear(x, v)
+
+    _, other = check(three, x, *weights, bias, tolerance=TOLERANCE[LOW])
+    found = names_of(other.backward)
+    assert (found["mm"], found["addmm_"], found["add"]) == (4, 2, 0)
+
+    shapes = ((72, 136), (72, 136), (136, 72))
+    gate, up, down = ((torch.randn(*shape, device=device) * 0.1).to(LOW).requires_grad_() for shape in shapes)
+    _, other = check(
+        lambda x, gate, up, down: FL.gated_linear(F.linear(x, gate), F.linear(x, up), down, act="silu"),
+        x, gate, up, down, tolerance=TOLERANCE[LOW],
+    )  # fmt: skip
+    found = names_of(other.backward)
+    assert (found["addmm_"], found["add"]) == (1, 0)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_products_of_what_is_written_over_stay(device):
+    torch.manual_seed(0)
+    x, weight = (torch.randn(136, 136, device=device, dtype=LOW) for _ in range(2))
+
+    def function(x, weight):
+        changed = x.clone()
+        first = changed @ weight
+        changed.mul_(2)
+        return first + changed @ weight
+
+    _, other = check(function, x, weight, tolerance=TOLERANCE[LOW])
+    assert names_of(other.forward)["addmm_"] == 0
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -1787,7 +1828,7 @@ def test_sums_that_others_read_stay(device):
         return seen, seen + F.linear(F.linear(x, a), b), rows, changed + F.linear(F.linear(x, a), b)
 
     _, other = check(function, x, weight, a, b)
-    assert names_of(other.forward)["sum_of_products"] == 0
+    assert names_of(other.forward)["sum_of_wide_products"] == 0
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -1925,7 +1966,8 @@ def test_a_model_with_dropout_before_adapters(device, amp, monkeypatch):
         masks = [o.makes[1] for p in programs for o in p.forward if plain_name(o.function) == "native_dropout"]
         assert len(masks) == 4  # The blocks share a program.
         assert {*masks} <= {name for p in programs for name in p.kept}
-        (found,) = {(names_of(p.backward)["thin_product"], names_of(p.backward)["sum_of_products"]) for p in programs}
+        counts = [names_of(p.backward) for p in programs]
+        (found,) = {(each["thin_product"], each["sum_of_wide_products"]) for each in counts}
         assert found == ((4, 2) if amp else (12, 2))
 
 

@@ -327,31 +327,26 @@ def wide_product(
     return y
 
 
-def sum_of_products(
-    products: Sequence[Sequence[Tensor]], thin: Sequence[tuple[Tensor, Tensor, float, Tensor | None]]
+def sum_of_wide_products(
+    terms: Sequence[tuple[Tensor, Tensor, float, Tensor | None]], dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """The sum of ``a @ b`` and of ``factor * mask * (u @ b)`` in one memory, rounded to its 16 bits after each product.
-
-    The thin ones come first: cuBLAS adds to what is there while it computes, and a pass only writes.
+    """The sum of ``factor * mask * (u @ b)`` and a bias, rounded to ``dtype`` after each pass.
 
     Args:
-        products: pairs of a and b; the first one may have a bias before them.
-        thin: u, b, factor and a mask, where u has few columns. Terms without a mask are one product, those with one
+        terms: u, b, factor and a mask, where u has few columns. Those without a mask are one product, those with one
             are MOST_MASKS to a pass if they have the same rank.
+        bias: one number for each column.
     """
-    *bias, a, _ = products[0]
-    y, first = None, bias[0] if bias else None
-    for terms in _passes(thin):
-        u, b, factor, _ = terms[0]
-        if len(terms) > 1:
-            if len({factor for _, _, factor, _ in terms}) > 1:
-                terms, factor = [(u if factor == 1 else u * factor, b, 1.0, mask) for u, b, factor, mask in terms], 1.0
-            u, b = torch.cat([u for u, *_ in terms], 1), torch.cat([b for _, b, *_ in terms])
-        y = wide_product(u, b, factor, a.dtype, first, y, [mask for *_, mask in terms if mask is not None])
-        first = None
+    y = None
+    for some in _passes(terms):
+        u, b, factor, _ = some[0]
+        if len(some) > 1:
+            if len({factor for _, _, factor, _ in some}) > 1:
+                some, factor = [(u if factor == 1 else u * factor, b, 1.0, mask) for u, b, factor, mask in some], 1.0
+            u, b = torch.cat([u for u, *_ in some], 1), torch.cat([b for _, b, *_ in some])
+        y = wide_product(u, b, factor, dtype, bias, y, [mask for *_, mask in some if mask is not None])
+        bias = None
     assert y is not None
-    for *_, a, b in products:
-        y.addmm_(a, b)
     return y
 
 

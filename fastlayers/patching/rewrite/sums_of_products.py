@@ -1,11 +1,12 @@
-"""Sums of matrix products, one of which at least has a thin factor: the layers of adapters such as LoRA, and gradients.
+"""Sums of matrix products: gradients of what several layers read, and the layers of adapters such as LoRA.
 
-    y = to(x·Wᵀ + to_float32(u·Bᵀ)·s)        the forward of one layer
-    dx = ((dy1·W1 + to(du1·A1)) + dy2·W2) + to(du2·A2)       the gradient of what two layers read
+    dx = dy1·W1 + dy2·W2 + dy3·W3        the gradient of what query, key and value are computed of
+    y = to(x·Wᵀ + to_float32(u·Bᵀ)·s)        an adapter beside a linear layer
+    dx = ((dy1·W1 + to(du1·A1)) + dy2·W2) + to(du2·A2)       the gradient of what two such layers read
     dx = dy·W + to(mask∘(du·A)·s)        the same with a dropout before an adapter
 
 torch writes each product, scales it, casts it and adds it: passes over matrices that are as large as y. Such a sum is
-computed in one memory, to which each product adds.
+computed in one memory: the thin products are written there first, then cuBLAS adds the others while it computes them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.kernels.low_rank import sum_of_products
+from fastlayers.kernels.low_rank import sum_of_wide_products
 from fastlayers.ops.low_rank import LARGEST_RANK
 from fastlayers.patching.rewrite.fusable import CASTS, makers_of, spelled, written_by
 from fastlayers.patching.rewrite.specialised import FACTORS
@@ -28,7 +29,7 @@ from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, k
 __all__ = ["with_sums_of_products"]
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
-VIEW = torch.ops.aten.view.default
+aten = torch.ops.aten
 #: Columns of the largest thin factor of 16 bits. With more, cuBLAS adds the product as fast.
 LARGEST_LOW_RANK = 64
 
@@ -59,6 +60,7 @@ class Part:
         self.values = values
         operations = (*program.forward, *program.backward)
         self.makers = makers_of(operations)
+        self.places = {name: place for place, operation in enumerate(operations) for name in operation.makes}
         self.written = written_by(operations, values)
         self.uses = Counter(name for operation in operations for name in operation.operands)
         self.uses.update((*program.results, *filter(None, program.wanted)))
@@ -74,7 +76,7 @@ class Part:
         return found[::-1]
 
     def sum_of(self, operation: Operation, here: set[str], inside: set[str]) -> list[Operation] | None:
-        """A sum of products as one operation, and a view of its result; None for another operation."""
+        """The operations of a sum of products, the last of which makes what it made; None for another operation."""
         if len(operation.makes) != 1 or not operation.makes[0] or operation.effect or operation.view:
             return None
         (out,) = operation.makes
@@ -84,7 +86,9 @@ class Part:
         if not backends.generates_kernels(y.device):
             return None
         terms, taken = Terms(), set[str]()
-        if not self.collect(out, out, 1.0, None, terms, taken, here) or not terms.products or not terms.thin:
+        if not self.collect(out, out, 1.0, None, terms, taken, here):
+            return None
+        if not terms.products or len(terms.products) + len(terms.thin) == 1:
             return None
         # A bias is part of the product that comes first.
         terms.products.sort(key=len, reverse=True)
@@ -92,12 +96,30 @@ class Part:
             return None
         inside |= taken
         rows = out if y.dim() == 2 else f"{out}_rows"
-        self.values[rows] = y.view(-1, y.shape[-1])
-        args = (tuple(terms.products), tuple(terms.thin))
-        steps = [Operation(sum_of_products, args, {}, (rows,), single=True, effect=False)]
+        steps = self.steps(terms, y, rows)
         if rows != out:
-            whole = (Value(rows), tuple(y.shape))
-            steps.append(Operation(VIEW, whole, {}, (out,), single=True, effect=False, view=True))
+            steps.append(
+                Operation(aten.view.default, (Value(rows), tuple(y.shape)), {}, (out,), True, False, view=True)
+            )
+        return steps
+
+    def steps(self, terms: Terms, y: Tensor, rows: str) -> list[Operation]:
+        """What computes a sum, under the name ``rows``. Each operation after the first adds to the result of the one
+        before, which nothing else reads."""
+        (*bias, a, b), *others = terms.products
+        if terms.thin:
+            others.insert(0, (a, b))
+            first: Any = sum_of_wide_products
+            args: tuple[Any, ...] = (tuple(terms.thin), y.dtype, *bias)
+        else:
+            first = aten.addmm.default if bias else aten.mm.default
+            args = (*bias, a, b)
+        names = [*(f"{rows}_{i}" for i in range(len(others))), rows]
+        self.values.update(dict.fromkeys(names, y.view(-1, y.shape[-1])))
+        steps = [Operation(first, args, {}, (names[0],), single=True, effect=False)]
+        for before, product, name in zip(names, others, names[1:], strict=False):
+            given = (Value(before), *product)
+            steps.append(Operation(aten.addmm_.default, given, {}, (name,), single=True, effect=False))
         return steps
 
     def collect(
@@ -126,7 +148,7 @@ class Part:
             return self.collect(first, out, factor * maker.args[2], maker.args[1], terms, taken, here)
         if kind == "add.Tensor" and len(maker.operands) == 2 and not maker.kwargs and factor == 1:
             return all(self.collect(n, out, factor, mask, terms, taken, here) for n in maker.operands)
-        return self.product(maker, kind, y.dtype, factor, mask, terms)
+        return self.product(maker, kind, out, factor, mask, terms)
 
     def is_mask(self, mask: Value, y: Tensor) -> bool:
         """Whether a value has a byte for each element of y, in their order."""
@@ -134,21 +156,22 @@ class Part:
         same = t.dtype is torch.bool and t.is_contiguous() and t.shape[-1:] == y.shape[-1:] and t.numel() == y.numel()
         return same and storage(t) not in self.written
 
-    def product(
-        self, maker: Operation, kind: str, dtype: torch.dtype, factor: float, mask: Value | None, terms: Terms
-    ) -> bool:
-        """Whether a term is a product."""
+    def product(self, maker: Operation, kind: str, out: str, factor: float, mask: Value | None, terms: Terms) -> bool:
+        """Whether a term is a product, of what nothing writes to before the sum."""
         given: list[Any] = [*maker.args]
         if kind not in ("mm", "addmm") or maker.kwargs or not all(isinstance(arg, Value) for arg in given):
             return False
         tensors = [self.values[arg.name] for arg in given]
-        if any(storage(t) in self.written for t in tensors) or len({t.dtype for t in tensors}) > 1:
+        start, end = self.places[maker.makes[0]], self.places[out]
+        if any(start < place < end for t in tensors for place in self.written.get(storage(t), ())):
+            return False
+        if len({t.dtype for t in tensors}) > 1:
             return False
         wide = tensors[0].dtype is torch.float32
         if kind == "mm" and tensors[0].shape[1] <= (LARGEST_RANK if wide else LARGEST_LOW_RANK):
             terms.thin.append((given[0], given[1], factor, mask))
             return True
-        if tensors[0].dtype is not dtype or factor != 1 or mask is not None:
+        if tensors[0].dtype is not self.values[out].dtype or factor != 1 or mask is not None:
             return False
         if kind == "addmm" and not (tensors[0].dim() == 1 and tensors[0].is_contiguous()):
             return False
