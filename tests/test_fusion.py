@@ -1768,8 +1768,54 @@ def test_adapters_on_one_input(device, dtype):
         return adapted(h, down, a3, b3, 1.0)
 
     _, other = check(function, x, *parameters, *last, *weights, down, tolerance=TOLERANCE[LOW])
-    assert names_of(other.forward)["sum_of_wide_products"] == 3
-    assert names_of(other.backward)["sum_of_wide_products"] == 2
+    forward, backward = names_of(other.forward), names_of(other.backward)
+    assert forward["sum_of_wide_products"] == 3
+    assert backward["sum_of_wide_products"] == 2
+    if dtype is torch.float32:  # What two layers read is read once, and once for the gradients of their factors.
+        assert (forward["thin_products"], forward["thin_product"]) == (1, 1)
+        assert (backward["thin_products"], backward["thin_product"]) == (1, 7)
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("rank", "parts"), [(5, 3), (16, 2), (40, 2)])
+def test_thin_products_of_one_matrix(device, rank, parts, masked):
+    torch.manual_seed(0)
+    x = torch.randn(190, 261, device=device).to(LOW)
+    masks = [torch.rand(190, 261, device=device) < 0.5 if masked else None for _ in range(parts)]
+    assert parts <= low_rank.most_parts(rank)
+    for rows, large_first in itertools.product((True, False), repeat=2):
+        large, of_large = (x, masks) if rows else (x.t(), [None if mask is None else mask.t() for mask in masks])
+        length = large.shape[1 if large_first else 0]
+        thin = [torch.randn(length, rank, device=device) for _ in range(parts)]
+        thin = thin if large_first else [t.t() for t in thin]
+        own = low_rank.thin_products(large, thin, 1.5, of_large, large_first)
+        for y, t, mask in zip(own, thin, of_large, strict=True):
+            kept = large.double() if mask is None else large.double() * mask
+            a, b = (kept, t.double()) if large_first else (t.double(), kept)
+            assert (y.dtype, y.is_contiguous()) == (torch.float32, True)
+            error = (y - 1.5 * a @ b).abs() / (1.5 * a.abs() @ b.abs())
+            assert error.max() < 8 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_thin_products_that_stay_apart(device):
+    """One is computed of another, or of one that waits for it; of another rank; written over before the next."""
+    torch.manual_seed(0)
+    x, z = (torch.randn(40, 136, device=device, dtype=LOW) for _ in range(2))
+    factors = [torch.randn(136, n, device=device) * 0.1 for n in (8, 8, 8, 8, 4, 8)]
+
+    def function(x, z, a, b, c, d, e, f):
+        of_x = x.float() @ a
+        of_z = z.float() @ (b * of_x.sum())
+        again = z.float() @ c
+        last = x.float() @ (d * again.sum())
+        changed = (z * 2).float() @ f
+        changed.mul_(3)
+        return of_x, of_z, last, x.float() @ e, changed, (z * 2).float() @ a
+
+    _, other = check(function, x, z, *factors)
+    assert names_of(other.forward)["thin_products"] == 1
 
 
 @pytest.mark.parametrize("device", PLACES)

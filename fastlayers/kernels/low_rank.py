@@ -12,6 +12,7 @@ is dropped, and the product that adds to the gradient of x writes 0 there.
 
 rows      factor·(x∘mask)·t for x (R, C) and t (C, r): program = a block of rows of a chunk of the columns.
 columns   factor·(x∘mask)ᵀ·t for x (R, C) and t (R, r): program = a block of columns of a chunk of the rows.
+          Both for up to three t, each with a mask, in one pass over x: the query, key and value layers read one input.
           The partial sums of the chunks are added up in a fixed order.
 wide      factor·u·b + bias + base for u (R, r) and b (r, C): program = a tile of the result.
           wide_masked: factor·Σ mask∘(u·b) + bias + base for up to three u and b, each with a mask.
@@ -38,11 +39,14 @@ from fastlayers.kernels.reductions import sum_rows
 LEAST_RANK = 16
 #: Ranks that a program of `wide` has in registers at once: several thin products may be one.
 MOST_AT_ONCE = 16
-#: Masks of one launch of `wide_masked`: the query, key and value layers read one input.
-MOST_MASKS = 3
-#: Elements of t that a thin product takes at once. Tiles of it are loaded ahead, which takes at most 77 KiB of shared
-#: memory. With 128 rows of t whatever the rank, one of 128 would need 272 KiB, more than any GPU has.
-LARGEST_STEP = 2048
+#: Thin factors or masks of one launch: the query, key and value layers read one input.
+MOST_PARTS = 3
+#: Ranks of the thin factors of one launch, of more than one.
+MOST_RANKS = 128
+#: Elements of t that a thin product takes at once, and of several t together. Tiles of it are loaded ahead, which takes
+#: at most 77 KiB of shared memory. With 128 rows of t whatever the rank, one of 128 would need 272 KiB, more than any
+#: GPU has.
+LARGEST_STEP, LARGEST_STEP_TOGETHER = 2048, 4096
 #: Programs for each multiprocessor, for which long rows and columns are cut into chunks.
 PROGRAMS_PER_MULTIPROCESSOR = 4
 
@@ -74,63 +78,87 @@ def _kept(x, mask_ptr, place, inside):
 
 
 @triton.jit
+def _thin(x, mask_ptr, place, inside, t_ptr, place_of_t, inside_of_t, total, SPLIT: tl.constexpr):
+    """total + (x∘mask)·t."""
+    if mask_ptr is not None:
+        x = _kept(x, mask_ptr, place, inside)
+    return _dot(x, tl.load(t_ptr + place_of_t, mask=inside_of_t, other=0.0), total, SPLIT)
+
+
+@triton.jit
 def _rows(
-    out_ptr, x_ptr, t_ptr, mask_ptr, factor: tl.float64, rows, columns, rank, chunk, x_row, t_column, t_rank, out_row,
-    out_rank,
+    out_ptr, x_ptr, t_ptr, t1_ptr, t2_ptr, mask_ptr, mask1_ptr, mask2_ptr, factor: tl.float64, rows, columns, rank,
+    chunk, parts, x_row, t_column, t_rank, out_row, out_rank,
     INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(rows, ROWS)
     program = tl.program_id(0).to(INDEX)
-    part = program // blocks
+    first = program // blocks
     row = program % blocks * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, RANK)
-    start = part * chunk
+    start = first * chunk
     stop = tl.minimum(start + chunk, columns)
     total = tl.full((ROWS, RANK), 0.0, tl.float32)
+    total1, total2 = total, total
     for begin in range(start, stop, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
-        inside = column < stop
         place = row[:, None] * x_row + column[None, :]
-        x = tl.load(x_ptr + place, mask=(row < rows)[:, None] & inside[None, :], other=0.0)
-        if mask_ptr is not None:
-            x = _kept(x, mask_ptr, place, (row < rows)[:, None] & inside[None, :])
-        t = tl.load(
-            t_ptr + column[:, None] * t_column + j[None, :] * t_rank,
-            mask=inside[:, None] & (j < rank)[None, :], other=0.0,
-        )  # fmt: skip
-        total = _dot(x, t, total, SPLIT)
-    out = out_ptr + part * rows * rank + row[:, None] * out_row + j[None, :] * out_rank
-    tl.store(out, total * factor, mask=(row < rows)[:, None] & (j < rank)[None, :])
+        inside = (row < rows)[:, None] & (column < stop)[None, :]
+        of_t = column[:, None] * t_column + j[None, :] * t_rank
+        inside_of_t = (column < stop)[:, None] & (j < rank)[None, :]
+        x = tl.load(x_ptr + place, mask=inside, other=0.0)
+        total = _thin(x, mask_ptr, place, inside, t_ptr, of_t, inside_of_t, total, SPLIT)
+        if t1_ptr is not None:
+            total1 = _thin(x, mask1_ptr, place, inside, t1_ptr, of_t, inside_of_t, total1, SPLIT)
+        if t2_ptr is not None:
+            total2 = _thin(x, mask2_ptr, place, inside, t2_ptr, of_t, inside_of_t, total2, SPLIT)
+    size = tl.cast(rows, INDEX) * rank
+    out_ptr += first * parts * size + row[:, None] * out_row + j[None, :] * out_rank
+    _store_thin(out_ptr, t1_ptr, t2_ptr, total, total1, total2, factor, size, row < rows, j < rank)
 
 
 @triton.jit
 def _columns(
-    partial_ptr, x_ptr, t_ptr, mask_ptr, factor: tl.float64, rows, columns, rank, chunk, x_row, t_row, t_rank,
-    out_column, out_rank,
+    out_ptr, x_ptr, t_ptr, t1_ptr, t2_ptr, mask_ptr, mask1_ptr, mask2_ptr, factor: tl.float64, rows, columns, rank,
+    chunk, parts, x_row, t_row, t_rank, out_column, out_rank,
     INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(columns, COLUMNS)
     program = tl.program_id(0).to(INDEX)
-    part = program // blocks
+    first = program // blocks
     column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
     j = tl.arange(0, RANK)
-    start = part * chunk
+    start = first * chunk
     stop = tl.minimum(start + chunk, rows)
     total = tl.full((COLUMNS, RANK), 0.0, tl.float32)
+    total1, total2 = total, total
     for begin in range(start, stop, ROWS):
         row = begin + tl.arange(0, ROWS)
-        inside = row < stop
         # A transposed tile, not the transpose of one: with a mask the compiler would not load ahead.
         place = column[:, None] + row[None, :] * x_row
-        x = tl.load(x_ptr + place, mask=(column < columns)[:, None] & inside[None, :], other=0.0)
-        if mask_ptr is not None:
-            x = _kept(x, mask_ptr, place, (column < columns)[:, None] & inside[None, :])
-        t = tl.load(
-            t_ptr + row[:, None] * t_row + j[None, :] * t_rank, mask=inside[:, None] & (j < rank)[None, :], other=0.0
-        )
-        total = _dot(x, t, total, SPLIT)
-    out = partial_ptr + part * columns * rank + column[:, None] * out_column + j[None, :] * out_rank
-    tl.store(out, total * factor, mask=(column < columns)[:, None] & (j < rank)[None, :])
+        inside = (column < columns)[:, None] & (row < stop)[None, :]
+        of_t = row[:, None] * t_row + j[None, :] * t_rank
+        inside_of_t = (row < stop)[:, None] & (j < rank)[None, :]
+        x = tl.load(x_ptr + place, mask=inside, other=0.0)
+        total = _thin(x, mask_ptr, place, inside, t_ptr, of_t, inside_of_t, total, SPLIT)
+        if t1_ptr is not None:
+            total1 = _thin(x, mask1_ptr, place, inside, t1_ptr, of_t, inside_of_t, total1, SPLIT)
+        if t2_ptr is not None:
+            total2 = _thin(x, mask2_ptr, place, inside, t2_ptr, of_t, inside_of_t, total2, SPLIT)
+    size = tl.cast(columns, INDEX) * rank
+    out_ptr += first * parts * size + column[:, None] * out_column + j[None, :] * out_rank
+    _store_thin(out_ptr, t1_ptr, t2_ptr, total, total1, total2, factor, size, column < columns, j < rank)
+
+
+@triton.jit
+def _store_thin(out_ptr, t1_ptr, t2_ptr, total, total1, total2, factor, size, inside, inside_rank):
+    """The products, each ``size`` elements after the one before."""
+    mask = inside[:, None] & inside_rank[None, :]
+    tl.store(out_ptr, total * factor, mask=mask)
+    if t1_ptr is not None:
+        tl.store(out_ptr + size, total1 * factor, mask=mask)
+    if t2_ptr is not None:
+        tl.store(out_ptr + 2 * size, total2 * factor, mask=mask)
 
 
 @triton.jit
@@ -168,14 +196,19 @@ def _store_wide(y_ptr, y, bias_ptr, base_ptr, factor, row, column, rows, columns
 
 
 @triton.jit
+def _tile(columns, INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The rows and columns of a program's tile."""
+    blocks = tl.cdiv(columns, COLUMNS)
+    program = tl.program_id(0).to(INDEX)
+    return program // blocks * ROWS + tl.arange(0, ROWS), program % blocks * COLUMNS + tl.arange(0, COLUMNS)
+
+
+@triton.jit
 def _wide(
     y_ptr, u_ptr, b_ptr, bias_ptr, base_ptr, factor: tl.float64, rows, columns, rank, u_row, u_rank, b_rank, b_column,
     INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(columns, COLUMNS)
-    program = tl.program_id(0).to(INDEX)
-    row = program // blocks * ROWS + tl.arange(0, ROWS)
-    column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    row, column = _tile(columns, INDEX, ROWS, COLUMNS)
     y = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     for begin in range(0, rank, RANK):
         j = begin + tl.arange(0, RANK)
@@ -190,10 +223,7 @@ def _wide_masked(
     INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(columns, COLUMNS)
-    program = tl.program_id(0).to(INDEX)
-    row = program // blocks * ROWS + tl.arange(0, ROWS)
-    column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    row, column = _tile(columns, INDEX, ROWS, COLUMNS)
     y = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     for part in range(0, parts):  # Of three in a row the compiler would keep all masks in registers.
         mask = mask_ptr
@@ -224,7 +254,7 @@ def _padded(rank: int) -> int:
 
 @lru_cache(KEPT)
 def _thin_launch(
-    function: Any, factor: float, shape: tuple[int, int, int], strides: tuple[int, ...],
+    function: Any, factor: float, shape: tuple[int, int, int], parts: int, strides: tuple[int, ...],
     dtypes: tuple[torch.dtype, torch.dtype], device: torch.device,
 ) -> tuple[Launch, int]:  # fmt: skip
     """The launch of ``_rows`` or ``_columns``, and the number of its partial sums. ``dtypes`` are those of x and t."""
@@ -232,10 +262,11 @@ def _thin_launch(
     (block_rows, block_columns), warps = BLOCKS[function], WARPS[function]
     along_rows = function is _columns
     along, across = (rows, columns) if along_rows else (columns, rows)
+    most = LARGEST_STEP_TOGETHER // triton.next_power_of_2(parts) if parts > 1 else LARGEST_STEP
     if along_rows:
-        block_rows = min(block_rows, LARGEST_STEP // _padded(rank))
+        block_rows = min(block_rows, most // _padded(rank))
     else:
-        block_columns = min(block_columns, LARGEST_STEP // _padded(rank))
+        block_columns = min(block_columns, most // _padded(rank))
     step, block = (block_rows, block_columns) if along_rows else (block_columns, block_rows)
     blocks = cdiv(across, block)
     wanted = cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), blocks)
@@ -243,11 +274,11 @@ def _thin_launch(
     chunks = cdiv(along, chunk)
     x_row, t_along, t_rank, *_ = strides
     reach = max(
-        extent((rows, columns), (x_row, 1)), extent((along, rank), (t_along, t_rank)), chunks * across * rank,
-        along + chunk,
+        extent((rows, columns), (x_row, 1)), extent((along, rank), (t_along, t_rank)),
+        chunks * parts * across * rank, along + chunk,
     )  # fmt: skip
     constants = (index_type(reach), block_rows, block_columns, _padded(rank), dtypes[0] is torch.bfloat16)
-    return Launch(function, blocks * chunks, (factor, *shape, chunk, *strides), constants, warps), chunks
+    return Launch(function, blocks * chunks, (factor, *shape, chunk, parts, *strides), constants, warps), chunks
 
 
 @lru_cache(KEPT)
@@ -276,6 +307,11 @@ def _wide_launch(
 # ------------------------------------------------------------------------------------------------------------ functions
 
 
+def most_parts(rank: int) -> int:
+    """How many thin factors of this rank one pass takes: their sums are in registers."""
+    return min(MOST_PARTS, max(1, MOST_RANKS // _padded(rank)))
+
+
 def thin_product(
     a: Tensor, b: Tensor, factor: float, mask_of_a: Tensor | None = None, mask_of_b: Tensor | None = None
 ) -> Tensor:
@@ -285,26 +321,42 @@ def thin_product(
     Args:
         mask_of_a, mask_of_b: which elements of the large matrix are multiplied, the others by 0; bools in its layout.
     """
-    b_is_large = mask_of_b is not None or a.dtype is torch.float32
-    out = torch.empty((a.shape[0], b.shape[1]), dtype=(a if b_is_large else b).dtype, device=a.device)
-    x, t, y, mask = (b.t(), a.t(), out.t(), mask_of_b) if b_is_large else (a, b, out, mask_of_a)
-    if mask is not None and b_is_large:
-        mask = mask.t()
+    if mask_of_b is not None or a.dtype is torch.float32:
+        return thin_products(b, (a,), factor, (mask_of_b,), False)[0]
+    return thin_products(a, (b,), factor, (mask_of_a,), True)[0]
+
+
+def thin_products(
+    large: Tensor, thin: Sequence[Tensor], factor: float, masks: Sequence[Tensor | None], large_first: bool
+) -> tuple[Tensor, ...]:
+    """:func:`thin_product` of one large matrix with each of several thin ones, in one pass.
+
+    Args:
+        thin: at most :func:`most_parts`, of one layout.
+        masks: one for each.
+        large_first: whether the large matrix comes first in the products.
+    """
+    x, ts = (large, thin) if large_first else (large.t(), [t.t() for t in thin])
+    rank = ts[0].shape[1]
+    shape = (x.shape[0], rank) if large_first else (rank, x.shape[0])
+    out = torch.empty((len(ts), *shape), dtype=ts[0].dtype, device=x.device)
+    y = out if large_first else out.mT
+    masks = [mask if mask is None or large_first else mask.t() for mask in masks]
     function: Any = _rows
     if x.stride(1) != 1:
-        function, x = _columns, x.t()
-        mask = None if mask is None else mask.t()
-    shape, strides = (*x.shape, t.shape[1]), (x.stride(0), *t.stride(), *y.stride())
-    dtypes = (x.dtype, t.dtype)
-    launch, chunks = _thin_launch(function, factor, shape, strides, dtypes, x.device)  # type: ignore[arg-type]
-    bits = None if mask is None else mask.view(torch.uint8)
+        function, x, masks = _columns, x.t(), [None if mask is None else mask.t() for mask in masks]
+    strides = (x.stride(0), *ts[0].stride(), *y.stride()[1:])
+    given = ((*x.shape, rank), len(ts), strides, (x.dtype, ts[0].dtype), x.device)
+    launch, chunks = _thin_launch(function, factor, *given)  # type: ignore[arg-type]
+    none = [None] * (MOST_PARTS - len(ts))
+    bits = [None if mask is None else mask.view(torch.uint8) for mask in masks]
     if chunks == 1:
-        launch(out, x, t, bits)
-        return out
-    partial = torch.empty((1, chunks, out.numel()), dtype=torch.float32, device=x.device)
-    launch(partial, x, t, bits)
-    sum_rows(partial, out.view(-1))
-    return out
+        launch(out, x, *ts, *none, *bits, *none)
+    else:
+        partial = torch.empty((1, chunks, out.numel()), dtype=torch.float32, device=x.device)
+        launch(partial, x, *ts, *none, *bits, *none)
+        sum_rows(partial, out.view(-1))
+    return out.unbind()
 
 
 def wide_product(
@@ -316,13 +368,13 @@ def wide_product(
     Args:
         bias, base: one number for each column, one for each element; contiguous.
         masks: as many equal parts has the rank, and of the product of each part those elements count that its mask has;
-            contiguous bools, MOST_MASKS at most.
+            contiguous bools, MOST_PARTS at most.
     """
     y = torch.empty((u.shape[0], b.shape[1]), dtype=dtype, device=u.device)
     shape, strides = (*y.shape, u.shape[1]), (*u.stride(), *b.stride())
     dtypes = (dtype, u.dtype, *(None if t is None else t.dtype for t in (bias, base)))
     launch = _wide_launch(factor, shape, strides, dtypes, len(masks))  # type: ignore[arg-type]
-    bits = [masks[min(i, len(masks) - 1)].view(torch.uint8) for i in range(MOST_MASKS if masks else 0)]
+    bits = [masks[min(i, len(masks) - 1)].view(torch.uint8) for i in range(MOST_PARTS if masks else 0)]
     launch(y, u, b, bias, base, *bits)
     return y
 
@@ -334,7 +386,7 @@ def sum_of_wide_products(
 
     Args:
         terms: u, b, factor and a mask, where u has few columns. Those without a mask are one product, those with one
-            are MOST_MASKS to a pass if they have the same rank.
+            are MOST_PARTS to a pass if they have the same rank.
         bias: one number for each column.
     """
     y = None
@@ -358,5 +410,5 @@ def _passes(thin: Sequence[Any]) -> Iterator[Sequence[Any]]:
     masked = sorted((term for term in thin if term[3] is not None), key=lambda term: term[0].shape[1])
     for _, same in groupby(masked, lambda term: term[0].shape[1]):
         terms = [*same]
-        for start in range(0, len(terms), MOST_MASKS):
-            yield terms[start : start + MOST_MASKS]
+        for start in range(0, len(terms), MOST_PARTS):
+            yield terms[start : start + MOST_PARTS]
