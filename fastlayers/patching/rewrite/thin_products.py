@@ -1,0 +1,135 @@
+"""Products of one matrix with several thin ones, as one pass over it.
+
+Query, key and value layers with adapters read one input, and so do gate and up: each multiplies it with a factor A of
+its own, and the gradients of these are products with it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlayers.kernels.low_rank import most_parts, thin_product, thin_products
+from fastlayers.patching.rewrite.fusable import written_by
+from fastlayers.patching.rewrite.tape import Operation, Program, storage
+
+__all__ = ["with_thin_products_together"]
+
+
+@dataclass
+class Together:
+    """Products that become one operation, at the place of the last.
+
+    Attributes:
+        before: the groups of whose results they are computed.
+        is_closed: whether something that stays where it is makes use of their results.
+    """
+
+    members: list[Operation] = field(default_factory=list)
+    before: set[int] = field(default_factory=set)
+    is_closed: bool = False
+
+
+def with_thin_products_together(program: Program, values: Mapping[str, Tensor]) -> Program:
+    """The program with such products as one operation each."""
+    written = set(written_by([*program.forward, *program.backward], values))
+    parts = [together(part, groups_of(part, values, written), values) for part in (program.forward, program.backward)]
+    return replace(program, forward=parts[0], backward=parts[1])
+
+
+def groups_of(operations: Sequence[Operation], values: Mapping[str, Tensor], written: set[int]) -> list[Together]:
+    """The products that nothing keeps from being one operation."""
+    groups: list[Together] = []
+    latest: dict[Hashable, int] = {}
+    computed_of: dict[str, set[int]] = {}
+    for operation in operations:
+        of = set[int]().union(*(computed_of.get(name, ()) for name in operation.uses))
+        found = what_it_reads(operation, values, written)
+        if found is not None:
+            what, most = found
+            number = latest.get(what)
+            group = None if number is None else groups[number]
+            if group is None or group.is_closed or len(group.members) == most or number in all_before(of, groups):
+                number, group = len(groups), Together()
+                latest[what] = number
+                groups.append(group)
+            group.members.append(operation)
+            group.before |= of
+            of = {number}  # type: ignore[arg-type]
+        elif operation.effect or any(storage(values[n]) in written for n in (*operation.uses, *operation.makes) if n):
+            for i in all_before(of, groups):
+                groups[i].is_closed = True
+        computed_of.update(dict.fromkeys(operation.makes, of))
+    return groups
+
+
+def what_it_reads(operation: Operation, values: Mapping[str, Tensor], written: set[int]) -> tuple[Hashable, int] | None:
+    """What the thin products that one operation may be have in common, and how many it may be; None for others."""
+    if operation.function is not thin_product:
+        return None
+    large, thin, factor, mask, large_first = parts_of(operation, values)
+    x, t = values[large.name], values[thin.name]
+    most = most_parts(t.shape[1 if large_first else 0])
+    if most == 1 or any(storage(values[name]) in written for name in operation.uses):
+        return None
+    where = (storage(x), x.storage_offset(), x.shape, x.stride(), x.dtype, large_first)
+    return (where, t.shape, t.stride(), t.dtype, factor, mask is None), most
+
+
+def parts_of(operation: Operation, values: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """The large matrix, the thin one, the factor, the mask of the large one, and whether this one comes first."""
+    a, b, factor, of_a, of_b = operation.args
+    if of_b is not None or values[a.name].dtype is torch.float32:
+        return b, a, factor, of_b, False
+    return a, b, factor, of_a, True
+
+
+def all_before(numbers: Iterable[int], groups: Sequence[Together]) -> set[int]:
+    """These groups, and those of whose results they are computed."""
+    found: set[int] = set()
+    left = [*numbers]
+    while left:
+        number = left.pop()
+        if number not in found:
+            found.add(number)
+            left += groups[number].before
+    return found
+
+
+def together(
+    operations: Sequence[Operation], groups: Sequence[Together], values: Mapping[str, Tensor]
+) -> list[Operation]:
+    """The operations, of which those wait that read the results of a group before its last member."""
+    last = {id(group.members[-1]): group for group in groups}
+    members = {id(member) for group in groups for member in group.members}
+    found: list[Operation] = []
+    waiting: list[Operation] = []
+    missing: set[str] = set()
+    for operation in operations:
+        if operation.effect:  # It would have closed the groups that it waits for.
+            found.append(operation)
+            continue
+        missing.update(operation.makes)
+        if id(operation) in last:
+            waiting.append(joined(last[id(operation)].members, values))
+        elif id(operation) not in members:
+            waiting.append(operation)
+        while ready := [each for each in waiting if missing.isdisjoint(each.uses)]:
+            found.append(ready[0])
+            missing.difference_update(ready[0].makes)
+            waiting.remove(ready[0])
+    assert not waiting
+    return found
+
+
+def joined(members: Sequence[Operation], values: Mapping[str, Tensor]) -> Operation:
+    if len(members) == 1:
+        return members[0]
+    large, thin, factors, masks, first = zip(*(parts_of(member, values) for member in members), strict=True)
+    args = (large[0], thin, factors[0], masks, first[0])
+    makes = tuple(member.makes[0] for member in members)
+    return Operation(thin_products, args, {}, makes, single=False, effect=False)
