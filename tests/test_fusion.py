@@ -29,6 +29,7 @@ from fastlayers import functional as FL
 from fastlayers.kernels import generated, low_rank
 from fastlayers.kernels.affine import Index, divide, indices_of, unflatten
 from fastlayers.kernels.generated import FAST, FORMULAS, Kernel, balanced
+from fastlayers.kernels.launch import Making
 from fastlayers.ops import glu, reference
 from fastlayers.ops import low_rank as ops
 from fastlayers.ops.activations import BY_CODE
@@ -1555,12 +1556,13 @@ def test_an_adapter_beside_a_frozen_weight(device, dtype, rows, inside, outside,
     a, b = adapter(device, dtype, inside, outside, rank)
     _, other = check(lambda *given: adapted(*given, 0.75), x, weight, a, b, tolerance=TOLERANCE[LOW])
     thin = dtype is torch.float32
-    u = {"thin_product" if thin else "mm": 1}
-    assert names_of(other.forward) == Counter(sum_of_wide_products=1, addmm_=1, **u)
-    found = names_of(other.backward)
-    assert found["sum_of_wide_products"] == 1
+    forward, found = names_of(other.forward), names_of(other.backward)
+    for each in (forward, found):
+        each.pop("sum_rows", 0)  # A long row is multiplied in parts.
+    assert forward == Counter(wide_product=1, addmm_=1, **{"thin_product" if thin else "mm": 1})
+    assert found["wide_product"] == 1
     if thin:
-        assert found == Counter(sum_of_wide_products=1, addmm_=1, thin_product=3)
+        assert found == Counter(wide_product=1, addmm_=1, thin_product=3)
         assert "x0" in other.kept
     check(lambda *given: adapted(*given[:4], -2.0, given[4]), x, weight, a, b, bias, tolerance=TOLERANCE[LOW])
 
@@ -1590,10 +1592,10 @@ def test_a_dropout_before_an_adapter(device, dtype, alike, monkeypatch):
     assert {"x0", mask} < {*other.kept}
     assert len(other.kept) == 6  # A, B, the frozen weight and the thin product
     forward, backward = names_of(other.forward), names_of(other.backward)
-    assert forward["thin_product"] == forward["sum_of_wide_products"] == forward["native_dropout"] == 1
+    assert forward["thin_product"] == forward["wide_product"] == forward["native_dropout"] == 1
     assert ("empty" in forward) == alike
     assert backward["thin_product"] == 1 + (0 if rounds else 2)
-    assert backward["sum_of_wide_products"] == 1
+    assert backward["wide_product"] == 1
     assert "native_dropout_backward" not in backward
 
 
@@ -1617,7 +1619,8 @@ def test_dropouts_before_adapters_on_one_input(device):
         return tuple(results)
 
     _, other = check(function, x, *parameters, *weights, tolerance=TOLERANCE[LOW], seed=1)
-    assert names_of(other.backward)["sum_of_wide_products"] == 1
+    found = names_of(other.backward)
+    assert (found["wide_product"], found["addmm_"], found["add"]) == (4, 1, 0)  # without a mask; of rank 3; 3 and 1
     masks = [o.makes[1] for o in other.forward if plain_name(o.function) == "native_dropout"]
     assert len({*masks}) == 5
     assert {*masks} < {*other.kept}
@@ -1735,7 +1738,7 @@ def test_an_adapter_of_float64_stays(device):
     x = torch.randn(2, 35, 136, device=device, dtype=LOW, requires_grad=True)
     weight = (torch.randn(200, 136, device=device) * 0.1).to(LOW)
     _, other = check(lambda *given: adapted(*given, 0.75), x, weight, *adapter(device, torch.float64, 136, 200, 8))
-    assert not {"sum_of_wide_products", "thin_product"} & names_of([*other.forward, *other.backward]).keys()
+    assert not {"wide_product", "thin_product"} & names_of([*other.forward, *other.backward]).keys()
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -1769,8 +1772,8 @@ def test_adapters_on_one_input(device, dtype):
 
     _, other = check(function, x, *parameters, *last, *weights, down, tolerance=TOLERANCE[LOW])
     forward, backward = names_of(other.forward), names_of(other.backward)
-    assert forward["sum_of_wide_products"] == 3
-    assert backward["sum_of_wide_products"] == 2
+    assert forward["wide_product"] == 3
+    assert backward["wide_product"] == 2
     if dtype is torch.float32:  # What two layers read is read once, and once for the gradients of their factors.
         assert (forward["thin_products"], forward["thin_product"]) == (1, 1)
         assert (backward["thin_products"], backward["thin_product"]) == (1, 7)
@@ -1874,7 +1877,7 @@ def test_sums_that_others_read_stay(device):
         return seen, seen + F.linear(F.linear(x, a), b), rows, changed + F.linear(F.linear(x, a), b)
 
     _, other = check(function, x, weight, a, b)
-    assert names_of(other.forward)["sum_of_wide_products"] == 0
+    assert names_of(other.forward)["wide_product"] == 0
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -1902,6 +1905,47 @@ class Adapted(nn.Module):
 
     def forward(self, x):
         return adapted(x, self.weight, self.a, self.b, 2.0)
+
+
+class Together(nn.Module):
+    """Adapters that read one input, two after a dropout."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.layers = nn.ModuleList(Adapted(device) for _ in range(5))
+
+    def forward(self, x):
+        plain = [layer(x) for layer in self.layers[:3]]
+        return sum(plain) + sum(dropped(x, layer.weight, layer.a, layer.b, 0.5, 0.3).sin() for layer in self.layers[3:])
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.skipif(executors.problem is not None, reason=f"{executors.problem}")
+def test_cpp_launches_thin_products(monkeypatch):
+    torch.manual_seed(0)
+    region = Together("cuda")
+    stock = copy.deepcopy(region)
+    region.__class__ = region_class(Together, {})
+    x = torch.randn(4, 512, 136, device="cuda", dtype=LOW, requires_grad=True)
+
+    def answer(module):
+        torch.manual_seed(1)
+        out = module(x)
+        factors = [p for p in module.parameters() if p.requires_grad]
+        return out, *torch.autograd.grad(out.float().square().mean(), [x, *factors])
+
+    for _ in range(3):
+        answer(region)
+
+    def call(*args):
+        raise AssertionError("Python was called")
+
+    monkeypatch.setattr(Making, "__call__", call)
+    monkeypatch.setattr(executors, "run_kernel", call)
+    monkeypatch.setattr(executors, "run_generated", call)
+    for a, b in zip(answer(region), answer(stock), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE[LOW] * largest_of(b))
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -2012,9 +2056,10 @@ def test_a_model_with_dropout_before_adapters(device, amp, monkeypatch):
         masks = [o.makes[1] for p in programs for o in p.forward if plain_name(o.function) == "native_dropout"]
         assert len(masks) == 4  # The blocks share a program.
         assert {*masks} <= {name for p in programs for name in p.kept}
-        counts = [names_of(p.backward) for p in programs]
-        (found,) = {(each["thin_product"], each["sum_of_wide_products"]) for each in counts}
-        assert found == ((4, 2) if amp else (12, 2))
+        for program in programs:
+            found = names_of(program.backward)
+            assert (found["thin_product"], found["thin_products"]) == ((1, 1) if amp else (9, 1))
+            assert found["wide_product"] == 2
 
 
 def answer_of(model, x):

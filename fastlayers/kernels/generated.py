@@ -13,20 +13,18 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra import libdevice
 
 from fastlayers.kernels import activations
 from fastlayers.kernels.affine import Index
 from fastlayers.kernels.indexing import INT32_EXTENT
-from fastlayers.kernels.launch import Launch, cdiv, multiprocessors
+from fastlayers.kernels.launch import Launch, Making, Result, cdiv, multiprocessors
 
 __all__ = [
     "COMPARISONS",
@@ -390,18 +388,6 @@ class Code:
         return self.let(" & ".join(tests)) if tests else ""
 
 
-@dataclass(frozen=True)
-class Result:
-    """A tensor that a kernel makes."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=device)
-
-
 _count = 0
 
 
@@ -418,8 +404,8 @@ def compiled(source: str) -> Any:
     return scope[name]
 
 
-class Kernel:
-    """A generated kernel. Called with its inputs, it returns a list of its results.
+class Kernel(Making):
+    """A generated kernel.
 
     Args:
         source: its function: of the results, the inputs, the numbers and the constants.
@@ -445,15 +431,11 @@ class Kernel:
         warps: int,
     ) -> None:
         self.source, self.results, self.dtypes, self.device = source, tuple(results), tuple(dtypes), device
+        self.absent = ()
         self._arguments, self._warps = (programs, tuple(numbers), tuple(constants)), warps
 
-    def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        outs = [result.empty(self.device) for result in self.results]
-        self.launch(*outs, *inputs)
-        return outs
-
     @cached_property
-    def launch(self) -> Launch:
+    def launch(self) -> Launch:  # type: ignore[override]
         """The launch of its function, which Triton is not given before: most of what is considered is not used."""
         return Launch(compiled(self.source), *self._arguments, self._warps, exact=True)
 
@@ -464,22 +446,6 @@ class Kernel:
         self.launch.function.warmup(
             *tensors, *numbers, *constants, grid=(programs,), num_warps=self._warps, enable_fp_fusion=False
         )
-
-    def machine_code(self) -> tuple[Any, ...] | None:
-        """The address of the machine code for aligned tensors, its grid, threads, shared memory and numbers, and for
-        each number whether it has 64 bits; None before it was called with such tensors."""
-        found = self.launch.aligned
-        if found is None:
-            return None
-        metadata = found.metadata
-        simple = metadata.num_ctas == 1 and not (metadata.global_scratch_size or metadata.profile_scratch_size)
-        if not simple or metadata.launch_cooperative_grid or metadata.launch_pdl:
-            return None
-        programs, numbers, constants = self._arguments
-        types = list(found.src.signature.values())[-len(numbers) - len(constants) :]
-        kept = [(n, t) for n, t in zip(numbers, types, strict=False) if t != "constexpr"]
-        wide = [int(t == "i64") for _, t in kept]
-        return found.function, programs, 32 * metadata.num_warps, metadata.shared, [n for n, _ in kept], wide
 
 
 def function_source(

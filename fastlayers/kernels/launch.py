@@ -8,6 +8,9 @@ launches by shape and layout, so that a repeated call computes nothing but addre
 from __future__ import annotations
 
 import inspect
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -68,7 +71,7 @@ class Launch:
         self.exact = exact
         self.direct = _DIRECT and isinstance(function, JITFunction)
         self.compiled: dict[tuple[int, ...], tuple[Any, int, Any]] = {}
-        #: What was compiled for tensors that are all there and aligned.
+        #: What was compiled for tensors that are aligned, if they are there.
         self.aligned: Any = None
 
     def __call__(self, first: Tensor, *others: Tensor | None) -> None:
@@ -87,7 +90,7 @@ class Launch:
             if entry is None or _hooked():
                 kernel = self._with_triton(first, *others)
                 self.compiled[key] = (kernel.run, kernel.function, kernel.packed_metadata)
-                if set(key[1:]) == {1}:
+                if 0 not in key[1:]:
                     self.aligned = kernel
             else:
                 run, function, metadata = entry
@@ -102,6 +105,64 @@ class Launch:
         return self.function[(self.programs,)](
             *tensors, *self.scalars, *self.constants, num_warps=self.num_warps, **options
         )
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that a kernel makes."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def contiguous(cls, sizes: tuple[int, ...], dtype: torch.dtype) -> Result:
+        return cls(sizes, torch.empty(sizes, device="meta").stride(), dtype)
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=device)
+
+
+class Making:
+    """A launch for inputs of one shape and layout, and the tensors that it makes. Called with its inputs, it returns a
+    list of its results. A region launches it from C++.
+
+    Args:
+        name: what it is called where a program is shown.
+        launch: takes the results first.
+        absent: the places of its tensors that are None.
+    """
+
+    def __init__(
+        self, name: str, launch: Launch, results: Sequence[Result], device: torch.device, absent: Sequence[int] = ()
+    ) -> None:
+        self.__name__ = name
+        self.launch, self.results, self.device, self.absent = launch, tuple(results), device, absent
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        outs = [result.empty(self.device) for result in self.results]
+        given: list[Tensor | None] = [*outs, *inputs]
+        for place in self.absent:
+            given.insert(place, None)
+        self.launch(*given)  # type: ignore[arg-type]
+        return outs
+
+    def machine_code(self) -> tuple[Any, ...] | None:
+        """The address of the machine code for aligned tensors, its grid, threads, shared memory and numbers, and for
+        each number whether it has 64 bits; None before it was called with such tensors."""
+        launch = self.launch
+        found = launch.aligned
+        if found is None:
+            return None
+        metadata = found.metadata
+        simple = metadata.num_ctas == 1 and not (metadata.global_scratch_size or metadata.profile_scratch_size)
+        if not simple or metadata.launch_cooperative_grid or metadata.launch_pdl:
+            return None
+        types = list(found.src.signature.values())[-len(launch.scalars) - len(launch.constants) :]
+        kept = [(n, t) for n, t in zip(launch.scalars, types, strict=False) if t != "constexpr"]
+        numbers = [struct.unpack("q", struct.pack("d", n))[0] if t == "fp64" else n for n, t in kept]
+        wide = [int(t in ("i64", "fp64")) for _, t in kept]
+        return found.function, launch.programs, 32 * metadata.num_warps, metadata.shared, numbers, wide
 
 
 @cache

@@ -20,9 +20,8 @@ wide      factor·u·b + bias + base for u (R, r) and b (r, C): program = a tile
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -31,8 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlayers.kernels.indexing import extent, index_type
-from fastlayers.kernels.launch import KEPT, Launch, cdiv, multiprocessors
-from fastlayers.kernels.reductions import sum_rows
+from fastlayers.kernels.launch import KEPT, Launch, Making, Result, cdiv, multiprocessors
+from fastlayers.kernels.reductions import sum_of_rows
 
 #: Columns of the smallest tile of tensor cores. The largest one, ops.low_rank.LARGEST_RANK, has as many as an
 #: accumulator of a block of rows has registers for.
@@ -50,7 +49,7 @@ LARGEST_STEP, LARGEST_STEP_TOGETHER = 2048, 4096
 #: Programs for each multiprocessor, for which long rows and columns are cut into chunks.
 PROGRAMS_PER_MULTIPROCESSOR = 4
 
-# -------------------------------------------------------------------------------------------------------------- kernels
+# ------------------------------------------------------------------------------------------------------ code of kernels
 
 
 @triton.jit
@@ -74,7 +73,7 @@ def _dot(x, t, total, SPLIT: tl.constexpr):
 @triton.jit
 def _kept(x, mask_ptr, place, inside):
     """x·mask: of infinity and 0 it is NaN, as it is for torch."""
-    return x * tl.load(mask_ptr + place, mask=inside, other=0).to(x.dtype)
+    return x * (tl.load(mask_ptr + place, mask=inside, other=0) != 0).to(x.dtype)
 
 
 @triton.jit
@@ -245,19 +244,24 @@ def _wide_masked(
 BLOCKS: dict[Any, tuple[int, int]] = {_rows: (64, 128), _columns: (64, 64), _wide: (64, 128), _wide_masked: (64, 64)}
 WARPS: dict[Any, int] = {_rows: 4, _columns: 4, _wide: 4, _wide_masked: 4}
 
-# ------------------------------------------------------------------------------------------------------------- launches
+# -------------------------------------------------------------------------------------------------------------- kernels
 
 
 def _padded(rank: int) -> int:
     return max(LEAST_RANK, triton.next_power_of_2(rank))
 
 
+def most_parts(rank: int) -> int:
+    """How many thin factors of this rank one pass takes: their sums are in registers."""
+    return min(MOST_PARTS, max(1, MOST_RANKS // _padded(rank)))
+
+
 @lru_cache(KEPT)
-def _thin_launch(
-    function: Any, factor: float, shape: tuple[int, int, int], parts: int, strides: tuple[int, ...],
-    dtypes: tuple[torch.dtype, torch.dtype], device: torch.device,
-) -> tuple[Launch, int]:  # fmt: skip
-    """The launch of ``_rows`` or ``_columns``, and the number of its partial sums. ``dtypes`` are those of x and t."""
+def _thin_kernels(
+    function: Any, factor: float, shape: tuple[int, int, int], parts: int, masked: bool, transposed: bool,
+    strides: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype], device: torch.device,
+) -> tuple[Making, ...]:  # fmt: skip
+    """``strides`` and ``dtypes`` are those of x and t; ``transposed``: whether the result is."""
     rows, columns, rank = shape
     (block_rows, block_columns), warps = BLOCKS[function], WARPS[function]
     along_rows = function is _columns
@@ -272,20 +276,45 @@ def _thin_launch(
     wanted = cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), blocks)
     chunk = cdiv(cdiv(along, wanted), step) * step
     chunks = cdiv(along, chunk)
-    x_row, t_along, t_rank, *_ = strides
+    x_row, t_along, t_rank = strides
     reach = max(
         extent((rows, columns), (x_row, 1)), extent((along, rank), (t_along, t_rank)),
         chunks * parts * across * rank, along + chunk,
     )  # fmt: skip
+    of_out = (1, across) if transposed else (rank, 1)
+    scalars = (factor, *shape, chunk, parts, *strides, *of_out)
     constants = (index_type(reach), block_rows, block_columns, _padded(rank), dtypes[0] is torch.bfloat16)
-    return Launch(function, blocks * chunks, (factor, *shape, chunk, parts, *strides), constants, warps), chunks
+    launch = Launch(function, blocks * chunks, scalars, constants, warps)
+    absent = [2 + i for i in range(parts, MOST_PARTS)]
+    absent += [2 + MOST_PARTS + i for i in range(parts if masked else 0, MOST_PARTS)]
+    one = (rank, across) if transposed else (across, rank)
+    result = Result.contiguous((parts, *one) if parts > 1 else one, dtypes[1])
+    name = "thin_products" if parts > 1 else "thin_product"
+    if chunks == 1:
+        return (Making(name, launch, (result,), device, absent),)
+    partial = Result.contiguous((chunks, parts * across * rank), torch.float32)
+    return Making(name, launch, (partial,), device, absent), sum_of_rows(chunks, result, device)
+
+
+def thin_kernels(
+    large: Tensor, thin: Tensor, parts: int, factor: float, masked: bool, large_first: bool
+) -> tuple[Making, ...]:
+    """The kernels of :func:`thin_products` for tensors like these. The first takes the large matrix, the thin ones and
+    the masks, a second one what the first has made; the result is (parts, ...), or of one part that one alone."""
+    x, t = (large, thin) if large_first else (large.t(), thin.t())
+    function: Any = _rows
+    if x.stride(1) != 1:
+        function, x = _columns, x.t()
+    shape, strides = (*x.shape, t.shape[1]), (x.stride(0), *t.stride())
+    given = (shape, parts, masked, not large_first, strides, (x.dtype, t.dtype), x.device)
+    return _thin_kernels(function, factor, *given)  # type: ignore[arg-type]
 
 
 @lru_cache(KEPT)
-def _wide_launch(
+def _wide_kernel(
     factor: float, shape: tuple[int, int, int], strides: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...],
-    masks: int,
-) -> Launch:  # fmt: skip
+    masks: int, device: torch.device,
+) -> Making:  # fmt: skip
     """``dtypes`` are those of y, the factors, the bias and the base."""
     rows, columns, ranks = shape
     u_row, u_rank, b_rank, b_column = strides
@@ -301,15 +330,23 @@ def _wide_launch(
     constants = (index_type(reach), block_rows, block_columns, at_once, split)
     programs = cdiv(rows, block_rows) * cdiv(columns, block_columns)
     chunks = (cdiv(rank, at_once),) if masks else ()
-    return Launch(function, programs, scalars, (*constants, *chunks), WARPS[function])
+    launch = Launch(function, programs, scalars, (*constants, *chunks), WARPS[function])
+    absent = [3 + i for i, dtype in enumerate(dtypes[2:]) if dtype is None]
+    result = Result.contiguous((rows, columns), dtypes[0])  # type: ignore[arg-type]
+    return Making("wide_product", launch, (result,), device, absent)
+
+
+def wide_kernel(
+    u: Tensor, b: Tensor, factor: float, dtype: torch.dtype, bias: Tensor | None, base: Tensor | None, masks: int
+) -> Making:
+    """The kernel of :func:`wide_product` for tensors like these. It takes u, b, the bias and the base if there are
+    such, and if there are masks, MOST_PARTS of them."""
+    shape, strides = (u.shape[0], b.shape[1], u.shape[1]), (*u.stride(), *b.stride())
+    dtypes = (dtype, u.dtype, *(None if t is None else t.dtype for t in (bias, base)))
+    return _wide_kernel(factor, shape, strides, dtypes, masks, u.device)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------------ functions
-
-
-def most_parts(rank: int) -> int:
-    """How many thin factors of this rank one pass takes: their sums are in registers."""
-    return min(MOST_PARTS, max(1, MOST_RANKS // _padded(rank)))
 
 
 def thin_product(
@@ -333,30 +370,14 @@ def thin_products(
 
     Args:
         thin: at most :func:`most_parts`, of one layout.
-        masks: one for each.
+        masks: one for each, or None for each.
         large_first: whether the large matrix comes first in the products.
     """
-    x, ts = (large, thin) if large_first else (large.t(), [t.t() for t in thin])
-    rank = ts[0].shape[1]
-    shape = (x.shape[0], rank) if large_first else (rank, x.shape[0])
-    out = torch.empty((len(ts), *shape), dtype=ts[0].dtype, device=x.device)
-    y = out if large_first else out.mT
-    masks = [mask if mask is None or large_first else mask.t() for mask in masks]
-    function: Any = _rows
-    if x.stride(1) != 1:
-        function, x, masks = _columns, x.t(), [None if mask is None else mask.t() for mask in masks]
-    strides = (x.stride(0), *ts[0].stride(), *y.stride()[1:])
-    given = ((*x.shape, rank), len(ts), strides, (x.dtype, ts[0].dtype), x.device)
-    launch, chunks = _thin_launch(function, factor, *given)  # type: ignore[arg-type]
-    none = [None] * (MOST_PARTS - len(ts))
-    bits = [None if mask is None else mask.view(torch.uint8) for mask in masks]
-    if chunks == 1:
-        launch(out, x, *ts, *none, *bits, *none)
-    else:
-        partial = torch.empty((1, chunks, out.numel()), dtype=torch.float32, device=x.device)
-        launch(partial, x, *ts, *none, *bits, *none)
-        sum_rows(partial, out.view(-1))
-    return out.unbind()
+    kept = [mask for mask in masks if mask is not None]
+    given: list[Tensor] = [large, *thin, *kept]
+    for kernel in thin_kernels(large, thin[0], len(thin), factor, bool(kept), large_first):
+        given = kernel(*given)
+    return given[0].unbind() if len(thin) > 1 else (given[0],)
 
 
 def wide_product(
@@ -370,45 +391,10 @@ def wide_product(
         masks: as many equal parts has the rank, and of the product of each part those elements count that its mask has;
             contiguous bools, MOST_PARTS at most.
     """
-    y = torch.empty((u.shape[0], b.shape[1]), dtype=dtype, device=u.device)
-    shape, strides = (*y.shape, u.shape[1]), (*u.stride(), *b.stride())
-    dtypes = (dtype, u.dtype, *(None if t is None else t.dtype for t in (bias, base)))
-    launch = _wide_launch(factor, shape, strides, dtypes, len(masks))  # type: ignore[arg-type]
-    bits = [masks[min(i, len(masks) - 1)].view(torch.uint8) for i in range(MOST_PARTS if masks else 0)]
-    launch(y, u, b, bias, base, *bits)
-    return y
+    kernel = wide_kernel(u, b, factor, dtype, bias, base, len(masks))
+    return kernel(u, b, *(t for t in (bias, base) if t is not None), *all_parts(masks))[0]
 
 
-def sum_of_wide_products(
-    terms: Sequence[tuple[Tensor, Tensor, float, Tensor | None]], dtype: torch.dtype, bias: Tensor | None = None
-) -> Tensor:
-    """The sum of ``factor * mask * (u @ b)`` and a bias, rounded to ``dtype`` after each pass.
-
-    Args:
-        terms: u, b, factor and a mask, where u has few columns. Those without a mask are one product, those with one
-            are MOST_PARTS to a pass if they have the same rank.
-        bias: one number for each column.
-    """
-    y = None
-    for some in _passes(terms):
-        u, b, factor, _ = some[0]
-        if len(some) > 1:
-            if len({factor for _, _, factor, _ in some}) > 1:
-                some, factor = [(u if factor == 1 else u * factor, b, 1.0, mask) for u, b, factor, mask in some], 1.0
-            u, b = torch.cat([u for u, *_ in some], 1), torch.cat([b for _, b, *_ in some])
-        y = wide_product(u, b, factor, dtype, bias, y, [mask for *_, mask in some if mask is not None])
-        bias = None
-    assert y is not None
-    return y
-
-
-def _passes(thin: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """The terms of each pass over the result."""
-    plain = [term for term in thin if term[3] is None]
-    if plain:
-        yield plain
-    masked = sorted((term for term in thin if term[3] is not None), key=lambda term: term[0].shape[1])
-    for _, same in groupby(masked, lambda term: term[0].shape[1]):
-        terms = [*same]
-        for start in range(0, len(terms), MOST_PARTS):
-            yield terms[start : start + MOST_PARTS]
+def all_parts(masks: Sequence[Any]) -> list[Any]:
+    """MOST_PARTS masks, the last of them again if there are fewer; none if there are none."""
+    return [masks[min(i, len(masks) - 1)] for i in range(MOST_PARTS if masks else 0)]

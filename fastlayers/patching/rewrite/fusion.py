@@ -48,7 +48,7 @@ from fastlayers.patching.rewrite.specialised import specialised
 from fastlayers.patching.rewrite.sums_after_norms import with_residuals
 from fastlayers.patching.rewrite.sums_of_products import with_sums_of_products
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage, with_names
-from fastlayers.patching.rewrite.thin_products import with_thin_products_together
+from fastlayers.patching.rewrite.thin_products import with_thin_products
 from fastlayers.patching.rewrite.values_again import with_values_again
 
 __all__ = ["fused"]
@@ -74,8 +74,8 @@ def fused(program: Program, values: dict[str, Tensor]) -> Program:
     """
     fake = FakeTensorMode()
     program = without_repetitions(with_numbers(program, values), values)
-    program = with_values_again(with_sums_of_products(specialised(program, values, fake), values), values)
-    program = with_thin_products_together(program, values)
+    program = with_sums_of_products(specialised(program, values, fake), values, fake)
+    program = with_thin_products(with_values_again(program, values), values, fake)
     program = with_scales(with_given_layouts(program, values, fake), values)
     program = absorbed(with_residuals(program, values), values, fake)
     unfused: set[int] = set()

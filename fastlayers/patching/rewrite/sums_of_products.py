@@ -12,15 +12,17 @@ computed in one memory: the thin products are written there first, then cuBLAS a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers import backends
-from fastlayers.kernels.low_rank import sum_of_wide_products
+from fastlayers.kernels.low_rank import MOST_PARTS, all_parts, wide_kernel
 from fastlayers.ops.low_rank import LARGEST_RANK
 from fastlayers.patching.rewrite.fusable import CASTS, makers_of, spelled, written_by
 from fastlayers.patching.rewrite.specialised import FACTORS
@@ -34,30 +36,50 @@ aten = torch.ops.aten
 LARGEST_LOW_RANK = 64
 
 
+#: A factor u of few columns, what it is multiplied with, a number, and the mask of a dropout or None.
+Term: TypeAlias = tuple[Value, Value, float, Value | None]
+
+
 @dataclass
 class Terms:
     """What is added up.
 
     Attributes:
         products: the operands of those of which one memory holds the sum.
-        thin: a factor u of few columns, what it is multiplied with, a number, and the mask of a dropout or None.
+        thin: those that are written there first.
     """
 
     products: list[tuple[Value, ...]] = field(default_factory=list)
-    thin: list[tuple[Value, Value, float, Value | None]] = field(default_factory=list)
+    thin: list[Term] = field(default_factory=list)
 
 
-def with_sums_of_products(program: Program, values: dict[str, Tensor]) -> Program:
-    """The program with such sums as one operation each."""
-    parts = [Part(program, values).joined(part) for part in (program.forward, program.backward)]
+def passes(thin: Sequence[Term], values: Mapping[str, Tensor]) -> Iterator[Sequence[Term]]:
+    """The terms of each pass over a sum: those without a mask are one product, those with one MOST_PARTS to a pass if
+    they have the same rank."""
+
+    def rank(term: Term) -> int:
+        return values[term[0].name].shape[1]
+
+    plain = [term for term in thin if term[3] is None]
+    if plain:
+        yield plain
+    for _, same in groupby(sorted((term for term in thin if term[3] is not None), key=rank), rank):
+        terms = [*same]
+        for start in range(0, len(terms), MOST_PARTS):
+            yield terms[start : start + MOST_PARTS]
+
+
+def with_sums_of_products(program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> Program:
+    """The program with such sums each in one memory."""
+    parts = [Part(program, values, fake).joined(part) for part in (program.forward, program.backward)]
     backward = alive(parts[1], [name for name in program.wanted if name])
     program = keeping(replace(program, backward=backward))
     return replace(program, forward=alive(parts[0], [*program.results, *program.kept]))
 
 
 class Part:
-    def __init__(self, program: Program, values: dict[str, Tensor]) -> None:
-        self.values = values
+    def __init__(self, program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> None:
+        self.values, self.fake = values, fake
         operations = (*program.forward, *program.backward)
         self.makers = makers_of(operations)
         self.places = {name: place for place, operation in enumerate(operations) for name in operation.makes}
@@ -104,23 +126,63 @@ class Part:
         return steps
 
     def steps(self, terms: Terms, y: Tensor, rows: str) -> list[Operation]:
-        """What computes a sum, under the name ``rows``. Each operation after the first adds to the result of the one
-        before, which nothing else reads."""
-        (*bias, a, b), *others = terms.products
-        if terms.thin:
-            others.insert(0, (a, b))
-            first: Any = sum_of_wide_products
-            args: tuple[Any, ...] = (tuple(terms.thin), y.dtype, *bias)
-        else:
-            first = aten.addmm.default if bias else aten.mm.default
-            args = (*bias, a, b)
-        names = [*(f"{rows}_{i}" for i in range(len(others))), rows]
-        self.values.update(dict.fromkeys(names, y.view(-1, y.shape[-1])))
-        steps = [Operation(first, args, {}, (names[0],), single=True, effect=False)]
-        for before, product, name in zip(names, others, names[1:], strict=False):
-            given = (Value(before), *product)
+        """What computes a sum, under the name ``rows``. A product adds to the result of the operation before, which
+        nothing else reads."""
+        bias, products = terms.products[0][:-2], [product[-2:] for product in terms.products]
+        steps: list[Operation] = []
+        for some in passes(terms.thin, self.values):
+            given = (*bias, *(Value(step.makes[0]) for step in steps[-1:]))
+            steps += self.wide(some, y.dtype, given, len(bias), f"{rows}_{len(steps)}")
+            bias = ()
+        if not steps:
+            function = aten.addmm.default if bias else aten.mm.default
+            steps.append(Operation(function, (*bias, *products.pop(0)), {}, (f"{rows}_0",), single=True, effect=False))
+        for i, product in enumerate(products):
+            given = (Value(steps[-1].makes[0]), *product)
+            name = f"{rows}_and_{i}" if i < len(products) - 1 else rows
             steps.append(Operation(aten.addmm_.default, given, {}, (name,), single=True, effect=False))
+        self.values.update(
+            {step.makes[0]: y.view(-1, y.shape[-1]) for step in steps if step.makes[0] not in self.values}
+        )
         return steps
+
+    def wide(
+        self, terms: Sequence[Term], dtype: torch.dtype, added: tuple[Value, ...], biases: int, name: str
+    ) -> list[Operation]:
+        """One pass over a sum, of thin products without a mask or of some with one.
+
+        Args:
+            added: what else is added: a bias if ``biases`` is 1, and what was summed before.
+        """
+        steps: list[Operation] = []
+
+        def value(function: Any, args: tuple[Any, ...], shape: tuple[int, ...], part: str) -> Value:
+            like = self.values[terms[0][0].name]
+            with self.fake:
+                self.values[part] = torch.empty(shape, dtype=like.dtype, device=like.device)
+            steps.append(Operation(function, args, {}, (part,), single=True, effect=False))
+            return Value(part)
+
+        us, bs, factors, masks = map(list, zip(*terms, strict=True))
+        factor, shapes = factors[0], [tuple(self.values[u.name].shape) for u in us]
+        if len({*factors}) > 1:
+            for i, each in enumerate(factors):
+                if each != 1:
+                    us[i] = value(aten.mul.Scalar, (us[i], each), shapes[i], f"{name}_scaled_{i}")
+            factor = 1.0
+        u, b = us[0], bs[0]
+        if len(terms) > 1:
+            rank, columns = sum(shape[1] for shape in shapes), self.values[b.name].shape[1]
+            u = value(aten.cat.default, (us, 1), (shapes[0][0], rank), f"{name}_u")
+            b = value(aten.cat.default, (bs,), (rank, columns), f"{name}_b")
+        of = {each: self.values[each.name] for each in (u, b, *added)}
+        bias, base = (next((of[each] for each in some), None) for some in (added[:biases], added[biases:]))
+        masks = [mask for mask in masks if mask is not None]
+        kernel = wide_kernel(of[u], of[b], factor, dtype, bias, base, len(masks))
+        with self.fake:
+            self.values[name] = kernel.results[0].empty(kernel.device)
+        args = (u, b, *added, *all_parts(masks))
+        return [*steps, Operation(kernel, args, {}, (name,), single=False, effect=False)]
 
     def collect(
         self, name: str, out: str, factor: float, mask: Value | None, terms: Terms, taken: set[str], here: set[str]

@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastlayers.kernels.low_rank import most_parts, thin_product, thin_products
+from fastlayers.kernels.low_rank import most_parts, thin_kernels, thin_product, thin_products
 from fastlayers.patching.rewrite.fusable import written_by
-from fastlayers.patching.rewrite.tape import Operation, Program, storage
+from fastlayers.patching.rewrite.tape import Operation, Program, Value, storage
 
-__all__ = ["with_thin_products_together"]
+__all__ = ["with_thin_products"]
+
+SELECT = torch.ops.aten.select.int
 
 
 @dataclass
@@ -34,10 +37,13 @@ class Together:
     is_closed: bool = False
 
 
-def with_thin_products_together(program: Program, values: Mapping[str, Tensor]) -> Program:
-    """The program with such products as one operation each."""
+def with_thin_products(program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> Program:
+    """The program with the launches of its thin products, those of one matrix together."""
     written = set(written_by([*program.forward, *program.backward], values))
-    parts = [together(part, groups_of(part, values, written), values) for part in (program.forward, program.backward)]
+    parts = []
+    for part in (program.forward, program.backward):
+        found = together(part, groups_of(part, values, written), values)
+        parts.append([step for operation in found for step in launched(operation, values, fake)])
     return replace(program, forward=parts[0], backward=parts[1])
 
 
@@ -133,3 +139,29 @@ def joined(members: Sequence[Operation], values: Mapping[str, Tensor]) -> Operat
     args = (large[0], thin, factors[0], masks, first[0])
     makes = tuple(member.makes[0] for member in members)
     return Operation(thin_products, args, {}, makes, single=False, effect=False)
+
+
+def launched(operation: Operation, values: dict[str, Tensor], fake: FakeTensorMode) -> list[Operation]:
+    """The launches of thin products, and views of their results; another operation as it is."""
+    if operation.function is thin_products:
+        large, thin, factor, masks, large_first = operation.args
+    elif operation.function is thin_product:
+        large, one, factor, mask, large_first = parts_of(operation, values)
+        thin, masks = (one,), (mask,)
+    else:
+        return [operation]
+    masks = [mask for mask in masks if mask is not None]
+    given, first = [large, *thin, *masks], operation.makes[0]
+    kernels = thin_kernels(values[large.name], values[thin[0].name], len(thin), factor, bool(masks), large_first)
+    steps: list[Operation] = []
+    for kernel in kernels:
+        name = f"{first}_partial" if kernel is not kernels[-1] else first if len(thin) == 1 else f"{first}_parts"
+        with fake:
+            values[name] = kernel.results[0].empty(kernel.device)
+        steps.append(Operation(kernel, tuple(given), {}, (name,), single=False, effect=False))
+        given = [Value(name)]
+    for i, name in enumerate(operation.makes if len(thin) > 1 else ()):
+        with fake:
+            values[name] = values[given[0].name][i]
+        steps.append(Operation(SELECT, (given[0], 0, i), {}, (name,), single=True, effect=False, view=True))
+    return steps
