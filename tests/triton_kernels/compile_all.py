@@ -514,9 +514,12 @@ def test_low_rank(compiled, thin, rank):
     for of_x in (mask,) if thin is BF16 else (None, mask):
         low_rank.thin_product(x, a.t(), 1.5, of_x)
         low_rank.thin_product(u.t(), x, 1.5, None, of_x)
+        for parts in range(2, low_rank.most_parts(rank) + 1):
+            low_rank.thin_products(x, [a.t()] * parts, 1.5, [of_x] * parts, True)
+            low_rank.thin_products(x, [u.t()] * parts, 1.5, [of_x] * parts, False)
     for base in (None, x):
         low_rank.wide_product(u, a, 1.5, BF16, None if base is x else x[0], base)
-        for masks in range(1, low_rank.MOST_MASKS + 1):
+        for masks in range(1, low_rank.MOST_PARTS + 1):
             factors = meta(8192, masks * rank, dtype=thin), meta(masks * rank, 2048, dtype=thin)
             low_rank.wide_product(*factors, 1.5, BF16, base=base, masks=[mask] * masks)
     assert set(compiled) == {"_rows", "_columns", "_sum_rows", "_wide", "_wide_masked"}
