@@ -10,7 +10,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.environment import environment, version
 from benchmarks.networks.language import LLAMA
-from benchmarks.networks.modes import compiled, prepare
+from benchmarks.networks.modes import COMPILED, compiled, prepare
 from benchmarks.report import Line, caption, markdown_table, print_table
 from benchmarks.result_file import rounded, write
 from fastlayers import functional
@@ -168,16 +168,22 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def network_step(kind: str, mode: str, device: torch.device) -> Callable[[bool], Tensor]:
+def network_step(kind: str, mode: str, device: torch.device, seed: int = 0) -> Callable[[bool], Tensor]:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = NETWORK.build(device).train()
     prepare(model, mode)
     mesh = init_device_mesh("cuda", (GPUS,))
     (parallelize if kind == "tensor" else shard)(model, mesh)
-    model = compiled(model, mode)
+    if kind == "tensor" and mode == "compile":
+        # As torchtitan does. The backward of the whole model fails in torch 2.11: the gradient of its logits is no
+        # DTensor.
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            layer.compile(dynamic=False, **COMPILED[mode])
+    else:
+        model = compiled(model, mode)
     torch.manual_seed(1 if kind == "tensor" else 1 + dist.get_rank())
     batch = NETWORK.example(device)
 
@@ -220,12 +226,17 @@ def measure(rank: int, index: int, mode: str, folder: str) -> None:
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)
             losses.append(loss.item())
-        row = {
+        row: Row = {
             "ms": rounded(1e3 * statistics.median(seconds[WARM:])),
             "peak_bytes": torch.cuda.max_memory_allocated(),
             "losses": losses,
             "fallbacks": fallbacks() - counted,
         }
+        if mode == "eager" and job.kind != "loss":
+            del step, loss
+            gc.collect()
+            other = network_step(job.kind, mode, device, seed=1)
+            row["losses_of_another_seed"] = [other(True).item() for _ in range(WARM)]
         if rank == 0:
             Path(folder, "row.json").write_text(json.dumps(row))
     finally:
@@ -279,7 +290,15 @@ def verdict(row: Row) -> tuple[str, str]:
         parts.append(f"{share:.2f}x {MODES[mode]}" + (f" (bar {bar[mode]:.2f}x)" if mode in bar else ""))
     if own["fallbacks"]:
         parts.append(f"{own['fallbacks']} calls fell back")
+    if "losses_of_another_seed" in (stock := row["modes"]["eager"]):
+        differences = (furthest(stock["losses"], each) for each in (own["losses"], stock["losses_of_another_seed"]))
+        parts.append("losses differ by {:.1g}, those of two seeds by {:.1g}".format(*differences))
     return ", ".join(parts), "bad" if missed or own["fallbacks"] else "good"
+
+
+def furthest(first: Sequence[float], second: Sequence[float]) -> float:
+    """The largest difference between two curves in the steps that train."""
+    return max(abs(a - b) for a, b in zip(first[:WARM], second[:WARM], strict=True))
 
 
 def lines(results: dict[str, Any]) -> Iterator[Line]:
