@@ -29,7 +29,7 @@ from fastlayers import functional as FL
 from fastlayers.kernels import generated, low_rank
 from fastlayers.kernels.affine import Index, divide, indices_of, unflatten
 from fastlayers.kernels.generated import FAST, FORMULAS, Kernel, balanced
-from fastlayers.kernels.launch import Making
+from fastlayers.kernels.launch import Producer
 from fastlayers.ops import glu, reference
 from fastlayers.ops import low_rank as ops
 from fastlayers.ops.activations import BY_CODE
@@ -1941,11 +1941,24 @@ def test_cpp_launches_thin_products(monkeypatch):
     def call(*args):
         raise AssertionError("Python was called")
 
-    monkeypatch.setattr(Making, "__call__", call)
+    monkeypatch.setattr(Producer, "__call__", call)
     monkeypatch.setattr(executors, "run_kernel", call)
     monkeypatch.setattr(executors, "run_generated", call)
     for a, b in zip(answer(region), answer(stock), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE[LOW] * largest_of(b))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_machine_code_of_a_launch_is_of_one_device():
+    """Both devices share the launch that adds up partial sums."""
+    codes = []
+    for device in ("cuda:0", "cuda:1", "cuda:0"):
+        x, t = torch.randn(512, 4096, device=device, dtype=LOW), torch.randn(4096, 8, device=device)
+        low_rank.thin_product(x, t, 1.0)
+        _, last = low_rank.thin_kernels(x, t, 1, 1.0, False, True)
+        codes.append(last.machine_code()[0])
+    assert codes[0] == codes[2] != codes[1]
 
 
 @pytest.mark.parametrize("device", PLACES)

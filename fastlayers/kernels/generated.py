@@ -24,7 +24,7 @@ from triton.language.extra import libdevice
 from fastlayers.kernels import activations
 from fastlayers.kernels.affine import Index
 from fastlayers.kernels.indexing import INT32_EXTENT
-from fastlayers.kernels.launch import Launch, Making, Result, cdiv, multiprocessors
+from fastlayers.kernels.launch import Launch, Producer, Result, cdiv, multiprocessors
 
 __all__ = [
     "COMPARISONS",
@@ -404,7 +404,7 @@ def compiled(source: str) -> Any:
     return scope[name]
 
 
-class Kernel(Making):
+class Kernel(Producer):
     """A generated kernel.
 
     Args:

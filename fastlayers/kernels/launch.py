@@ -8,6 +8,7 @@ launches by shape and layout, so that a repeated call computes nothing but addre
 from __future__ import annotations
 
 import inspect
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,8 +72,8 @@ class Launch:
         self.exact = exact
         self.direct = _DIRECT and isinstance(function, JITFunction)
         self.compiled: dict[tuple[int, ...], tuple[Any, int, Any]] = {}
-        #: What was compiled for tensors that are aligned, if they are there.
-        self.aligned: Any = None
+        #: What was compiled for tensors that are aligned, if they are there, by the number of their device.
+        self.aligned: dict[int, Any] = {}
 
     def __call__(self, first: Tensor, *others: Tensor | None) -> None:
         """Run on the current stream of the device of the first tensor."""
@@ -91,7 +92,7 @@ class Launch:
                 kernel = self._with_triton(first, *others)
                 self.compiled[key] = (kernel.run, kernel.function, kernel.packed_metadata)
                 if 0 not in key[1:]:
-                    self.aligned = kernel
+                    self.aligned[device] = kernel
             else:
                 run, function, metadata = entry
                 stream = torch._C._cuda_getCurrentRawStream(device)
@@ -117,13 +118,13 @@ class Result:
 
     @classmethod
     def contiguous(cls, sizes: tuple[int, ...], dtype: torch.dtype) -> Result:
-        return cls(sizes, torch.empty(sizes, device="meta").stride(), dtype)
+        return cls(sizes, tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes))), dtype)
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=device)
 
 
-class Making:
+class Producer:
     """A launch for inputs of one shape and layout, and the tensors that it makes. Called with its inputs, it returns a
     list of its results. A region launches it from C++.
 
@@ -151,7 +152,7 @@ class Making:
         """The address of the machine code for aligned tensors, its grid, threads, shared memory and numbers, and for
         each number whether it has 64 bits; None before it was called with such tensors."""
         launch = self.launch
-        found = launch.aligned
+        found = launch.aligned.get(self.device.index)
         if found is None:
             return None
         metadata = found.metadata

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlayers.kernels.indexing import extent, index_type
-from fastlayers.kernels.launch import KEPT, Launch, Making, Result, cdiv, multiprocessors
+from fastlayers.kernels.launch import KEPT, Launch, Producer, Result, cdiv, multiprocessors
 from fastlayers.kernels.reductions import sum_of_rows
 
 #: Columns of the smallest tile of tensor cores. The largest one, ops.low_rank.LARGEST_RANK, has as many as an
@@ -260,7 +260,7 @@ def most_parts(rank: int) -> int:
 def _thin_kernels(
     function: Any, factor: float, shape: tuple[int, int, int], parts: int, masked: bool, transposed: bool,
     strides: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype], device: torch.device,
-) -> tuple[Making, ...]:  # fmt: skip
+) -> tuple[Producer, ...]:  # fmt: skip
     """``strides`` and ``dtypes`` are those of x and t; ``transposed``: whether the result is."""
     rows, columns, rank = shape
     (block_rows, block_columns), warps = BLOCKS[function], WARPS[function]
@@ -291,14 +291,14 @@ def _thin_kernels(
     result = Result.contiguous((parts, *one) if parts > 1 else one, dtypes[1])
     name = "thin_products" if parts > 1 else "thin_product"
     if chunks == 1:
-        return (Making(name, launch, (result,), device, absent),)
+        return (Producer(name, launch, (result,), device, absent),)
     partial = Result.contiguous((chunks, parts * across * rank), torch.float32)
-    return Making(name, launch, (partial,), device, absent), sum_of_rows(chunks, result, device)
+    return Producer(name, launch, (partial,), device, absent), sum_of_rows(chunks, result, device)
 
 
 def thin_kernels(
     large: Tensor, thin: Tensor, parts: int, factor: float, masked: bool, large_first: bool
-) -> tuple[Making, ...]:
+) -> tuple[Producer, ...]:
     """The kernels of :func:`thin_products` for tensors like these. The first takes the large matrix, the thin ones and
     the masks, a second one what the first has made; the result is (parts, ...), or of one part that one alone."""
     x, t = (large, thin) if large_first else (large.t(), thin.t())
@@ -314,7 +314,7 @@ def thin_kernels(
 def _wide_kernel(
     factor: float, shape: tuple[int, int, int], strides: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...],
     masks: int, device: torch.device,
-) -> Making:  # fmt: skip
+) -> Producer:  # fmt: skip
     """``dtypes`` are those of y, the factors, the bias and the base."""
     rows, columns, ranks = shape
     u_row, u_rank, b_rank, b_column = strides
@@ -333,12 +333,12 @@ def _wide_kernel(
     launch = Launch(function, programs, scalars, (*constants, *chunks), WARPS[function])
     absent = [3 + i for i, dtype in enumerate(dtypes[2:]) if dtype is None]
     result = Result.contiguous((rows, columns), dtypes[0])  # type: ignore[arg-type]
-    return Making("wide_product", launch, (result,), device, absent)
+    return Producer("wide_product", launch, (result,), device, absent)
 
 
 def wide_kernel(
     u: Tensor, b: Tensor, factor: float, dtype: torch.dtype, bias: Tensor | None, base: Tensor | None, masks: int
-) -> Making:
+) -> Producer:
     """The kernel of :func:`wide_product` for tensors like these. It takes u, b, the bias and the base if there are
     such, and if there are masks, MOST_PARTS of them."""
     shape, strides = (u.shape[0], b.shape[1], u.shape[1]), (*u.stride(), *b.stride())

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlayers.kernels.indexing import index_type
-from fastlayers.kernels.launch import KEPT, Launch, Making, Result, cdiv
+from fastlayers.kernels.launch import KEPT, Launch, Producer, Result, cdiv
 
 # A program adds up COLUMNS columns: a sector of float32 where there are few of them, else a cache line, and more where
 # few rows would leave the tile small.
@@ -97,8 +97,8 @@ def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None) -> No
 
 
 @lru_cache(KEPT)
-def sum_of_rows(rows: int, result: Result, device: torch.device) -> Making:
+def sum_of_rows(rows: int, result: Result, device: torch.device) -> Producer:
     """The kernel that adds up the rows of a partial sum in float32, each as large as the contiguous result."""
     n = math.prod(result.sizes)
     launch = _sum_launch((1, rows, n), result.dtype, torch.float32)
-    return Making("sum_rows", launch, (result,), device, absent=(1,))
+    return Producer("sum_rows", launch, (result,), device, absent=(1,))
