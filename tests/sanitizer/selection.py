@@ -298,7 +298,7 @@ def run_adapter(dtype: torch.dtype, device: str) -> None:
     for dropout in (0.0, 0.3):
         out = add_low_rank(y, x, a, b, 0.5, dropout)
         torch.autograd.grad(out, (x, y, a, b), torch.ones_like(out))
-    u, mask = randn(105, 5, dtype=torch.float32, device=device), randn(105, 130, device=device) > 0
+    u, mask = randn(105, 5, dtype=torch.float32, device=device), randn(105, 130, dtype=dtype, device=device) > 0
     low_rank.wide_product(torch.cat([u] * 3, 1), torch.cat([a.detach()] * 3), 2.0, dtype, masks=[mask] * 3)
     low_rank.thin_products(x.detach().view(-1, 130), [a.detach().t()] * 3, 2.0, [mask] * 3, True)
 
