@@ -72,6 +72,12 @@ def default_helper(x, factor=2.0, sizes=(1, 2), act=F.relu, *rest, **more):
     return act(x) * factor * sizes[1] + len(rest) + len(more)
 
 
+@pytest.fixture(autouse=True)
+def flag(monkeypatch):
+    """Each test begins with the flag that some forwards change."""
+    monkeypatch.setitem(globals(), "FLAG", False)
+
+
 def stateful_helper(x):
     global FLAG
     FLAG = not FLAG
