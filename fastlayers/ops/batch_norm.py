@@ -303,7 +303,8 @@ def batch_norm(
         return y
     count(num_batches_tracked, training)
     arguments = (x, running_mean, running_var, weight, bias, training)
-    if act == "relu" and residual is not None and backends.get_backend() is None and not torch.compiler.is_compiling():
+    alone = backends.get_backend() is None and dispatch.is_plain(x) and not torch.compiler.is_compiling()
+    if act == "relu" and residual is not None and alone:
         # torch's norm and one pass for the rest, by the kernel that add_relu has.
         z = reference.batch_norm(*arguments, momentum, eps, None, None)
         return elementwise.add_relu(z, residual)

@@ -66,6 +66,7 @@ from fastlayers.ops.max_pool2d import max_pool2d
 from fastlayers.ops.response_norm import global_response_norm
 from fastlayers.ops.rotary import rotary
 from fastlayers.ops.softmax import result_dtype, softmax
+from fastlayers.ops.sync_batch_norm import sync_batch_norm
 
 _fallbacks: Counter[tuple[str, str]] = Counter()
 
@@ -276,9 +277,27 @@ def _scale_add(x: DTensor, gamma: DTensor | None, other: DTensor, drop_path: flo
     return shards.wrap(residual.scale_add_of_kept(own, own_gamma, own_other, kept, scale))
 
 
-def _batch_norm(x: Tensor, *args: Any) -> Tensor:
-    running_mean, running_var, weight, bias, training, momentum, eps, other, act = args
-    return batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, other, act, None)
+def _batch_norm(
+    x: DTensor, running_mean: DTensor | None, running_var: DTensor | None, weight: DTensor | None,
+    bias: DTensor | None, training: bool, momentum: float, eps: float, other: DTensor | None, act: str | None,
+) -> DTensor:  # fmt: skip
+    """In training the statistics are those of all ranks, which a synchronised norm exchanges."""
+    if x.dim() < 2:
+        raise NoRuleError(f"x has {x.dim()} dimensions; expected samples and channels")
+    alignments = (broadcast, channels, channels, channels, channels, broadcast)
+    shards = Shards((x, running_mean, running_var, weight, bias, other), alignments, fill=not training)
+    own, mean, var, own_weight, own_bias, own_other = shards.tensors
+    groups = shards.groups(*(d for d in range(x.dim()) if d != 1)) if training else []
+    if len(groups) > 1:
+        raise NoRuleError("the statistics are over several dimensions of the mesh; expected one")
+    if training and own.shape[1] == 0:  # No channels, as on all ranks of the group. The sums are for autograd.
+        found = sum((t.sum() for t in (own_weight, own_bias, own_other) if t is not None), own)
+    elif groups:
+        group: str = groups[0].group_name
+        found = sync_batch_norm(own, mean, var, own_weight, own_bias, momentum, eps, own_other, act, group)
+    else:
+        found = batch_norm(own, mean, var, own_weight, own_bias, training, momentum, eps, own_other, act, None)
+    return shards.wrap(found)
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
@@ -628,13 +647,7 @@ RULES: dict[Callable[..., Any], Callable[..., Any]] = {
             None if mean is None and var is None else "running statistics are those of the whole batch"
         ),
     ),
-    reference.batch_norm: Rule(
-        _batch_norm,
-        {0: broadcast, 1: channels, 2: channels, 3: channels, 4: channels, 8: broadcast},
-        problem=lambda x, mean, var, weight, bias, training, *options: (
-            "in training, statistics are those of the whole batch" if training or mean is None or x.dim() < 2 else None
-        ),
-    ),
+    reference.batch_norm: _batch_norm,
     reference.max_pool2d: Rule(max_pool2d, {0: broadcast}, lambda x, *options: range(x.dim() - 2, x.dim())),
     reference.gated_linear: _gated_linear,
     reference.linear: reference.linear,  # torch's own products are sharded

@@ -220,6 +220,20 @@ def check_head(mesh: DeviceMesh) -> None:
     assert not sharding.fallbacks()
 
 
+def check_running_statistics(mesh: DeviceMesh) -> None:
+    """They take the moments of the whole batch, also where a rank has no samples, or some of the channels."""
+    torch.manual_seed(0)
+    for samples, (of_x, of_channels) in itertools.product((8, 3), ((Shard(0), Replicate()), (Shard(1), Shard(0)))):
+        x = 3 + torch.randn(samples, 6, 4, dtype=torch.float64)
+        statistics = torch.randn(6, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+        own = [on_mesh(mesh, t.clone(), of_channels) for t in statistics]
+        sharding.fallbacks(reset=True)
+        F.batch_norm(on_mesh(mesh, x, of_x), *own, training=True, momentum=0.3)
+        F.batch_norm(x, *statistics, training=True, momentum=0.3)
+        torch.testing.assert_close([whole(t) for t in own], [*statistics])
+        assert not sharding.fallbacks()
+
+
 class Net(nn.Module):
     def forward(self, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         normed, s = F.add_rms_norm(x, y, (12,), w, 1e-6)
@@ -251,6 +265,7 @@ def check_all(rank: int) -> None:
     check_dropout(flat)
     check_replicas(square)
     check_head(flat)
+    check_running_statistics(flat)
     check_compile(flat)
     check_llama(flat)
     run_cases([flat, square])
