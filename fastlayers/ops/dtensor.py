@@ -432,7 +432,7 @@ def of_gradient(placements: Placements) -> Placements:
     return tuple(Replicate() if p.is_partial() else p for p in placements)
 
 
-# ---- sums over ranks -------------------------------------------------------------------------------------------------
+# ---- between ranks ---------------------------------------------------------------------------------------------------
 
 
 class Sum(torch.autograd.Function):
@@ -466,3 +466,11 @@ def reduce(t: Tensor, groups: Sequence[Any], maximum: bool = False) -> Tensor:
     for group in groups:
         dist.all_reduce(out, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group)
     return out
+
+
+def gather(t: Tensor, group: Any) -> Tensor:
+    """What the ranks of a group have, along a new first dimension. No autograd."""
+    ranks = dist.get_world_size(group)
+    found = t.new_empty(ranks * t.numel())
+    dist.all_gather_into_tensor(found, t.detach().flatten(), group)
+    return found.view(ranks, *t.shape)

@@ -39,12 +39,15 @@ def _chunk(logits: Tensor, k: int, softcap: float, log_prob: bool, columns: int)
 
         return topk.topk_chunk(logits, k, softcap, log_prob, columns)
     logits = logits[:, :columns]
-    scores = scores_of(logits, softcap) if softcap or log_prob else logits
+    return _largest(scores_of(logits, softcap) if softcap or log_prob else logits, k, log_prob)
+
+
+def _largest(scores: Tensor, k: int, log_prob: bool) -> tuple[Tensor, Tensor]:
     # Of equal scores, max gives the first.
-    values, indices = scores.max(1, keepdim=True) if k == 1 else scores.topk(k)
+    values, indices = scores.max(-1, keepdim=True) if k == 1 else scores.topk(k)
     if log_prob:
-        base = values[:, :1]
-        values = (values - base) - (scores - base).exp().sum(1, keepdim=True).log()
+        base = values[..., :1]
+        values = (values - base) - (scores - base).exp().sum(-1, keepdim=True).log()
     return values, indices
 
 
@@ -59,7 +62,10 @@ def _dtype(rest: head.Rest, log_prob: bool) -> torch.dtype:
     return torch.promote_types(rest.compute, torch.float32) if log_prob else rest.compute
 
 
-def _find(leaves: Leaves, k: int, softcap: float, log_prob: bool, rest: head.Rest) -> tuple[Tensor, Tensor]:
+def _find(
+    leaves: Leaves, k: int, softcap: float, log_prob: bool, rest: head.Rest, bases: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The values and the indices. ``bases`` (rows, 1) becomes the largest score of each row."""
     columns = leaves.linear_weight.shape[0]
     rows = leaves.input.detach().reshape(-1, leaves.input.shape[-1])
     values = rows.new_empty((rows.shape[0], k), dtype=_dtype(rest, log_prob))
@@ -67,6 +73,8 @@ def _find(leaves: Leaves, k: int, softcap: float, log_prob: bool, rest: head.Res
 
     def chunk(logits: Tensor, start: int, end: int) -> None:
         values[start:end], indices[start:end] = _chunk(logits, k, softcap, log_prob, columns)
+        if bases is not None:
+            bases[start:end] = scores_of(logits.gather(1, indices[start:end, :1]), softcap)
 
     with torch.no_grad(), torch.autocast(rows.device.type, enabled=False):
         head.sweep(rows, *leaves[1:3], rest, chunk, 1.0, (False, False, False), leaves.low_rank)
@@ -175,3 +183,23 @@ def linear_accuracy(
         return run(*_detached(leaves), target, ignore_index, rest.low, chunk_size)  # type: ignore[arg-type]
     given = (*leaves.dequantized(), target, ignore_index, leaves.low_rank)
     return dispatch.call_reference(reference.linear_accuracy, *given)
+
+
+def of_some_classes(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, k: int, softcap: float, logit_scale: float,
+    log_prob: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Values and indices among the classes of one rank, and the largest score of each row. No autograd.
+
+    The log-sum-exp of a row is its largest score less the log-probability of that.
+    """
+    leaves = Leaves.of_call(input, linear_weight, linear_bias, None)
+    rest = _rest(input, logit_scale, head.autocast_dtype(input), None)
+    rows = input.shape[:-1]
+    if head.is_chunked(leaves, None, rest):
+        bases = input.new_empty((rows.numel(), 1), dtype=_dtype(rest, True))
+        return *_find(leaves, k, softcap, log_prob, rest, bases), bases.view(*rows, 1)
+    with torch.no_grad():
+        scores = reference.head_scores(*leaves.dequantized(), softcap, logit_scale)
+        values, indices = _largest(scores, k, log_prob)
+        return values.to(_dtype(rest, log_prob)), indices, scores.gather(-1, indices[..., :1])

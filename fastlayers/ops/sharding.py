@@ -33,6 +33,7 @@ from fastlayers.ops import (
     dtensor,
     head,
     head_loss,
+    linear_topk,
     reference,
     residual,
     vocab_parallel,
@@ -475,15 +476,30 @@ def _problem_of_classes(shards: Shards, dim: int) -> str | None:
     return None
 
 
+# ---- other functions of a head ---------------------------------------------------------------------------------------
+
+
+def _head_shards(
+    input: DTensor, linear_weight: DTensor, linear_bias: DTensor | None, target: DTensor | None, low_rank: Any
+) -> Shards:
+    """Rows may be sharded, and classes."""
+    if input.dim() == 0 or linear_weight.dim() != 2 or 0 in linear_weight.shape or low_rank is not None:
+        raise NoRuleError("expected an input (..., H), a weight (V, H) and no adapter")
+    if target is not None and target.shape != input.shape[:-1]:
+        raise NoRuleError(f"expected a class for each row of {tuple(input.shape)}, but got {tuple(target.shape)}")
+    shards = Shards((input, linear_weight, linear_bias, target), (rows, by_class, by_class, rows), fill=False)
+    last = input.dim() - 1
+    problem = _problem_of_classes(shards, last) if shards.groups(last) else None
+    if problem is not None:
+        raise NoRuleError(problem)
+    return shards
+
+
 def _linear_log_prob(
     input: DTensor, linear_weight: DTensor, linear_bias: DTensor | None, target: DTensor, ignore_index: int,
     softcap: float, logit_scale: float, low_rank: Any,
 ) -> tuple[DTensor, DTensor]:  # fmt: skip
-    if low_rank is not None:
-        raise NoRuleError("expected no adapter")
-    last = input.dim() - 1
-    given = (input, linear_weight, linear_bias, target)
-    shards = Shards(given, (rows, by_class, by_class, rows), fill=False)
+    last, shards = input.dim() - 1, _head_shards(input, linear_weight, linear_bias, target, low_rank)
     own, own_weight, own_bias, own_target = shards.tensors
     if shards.groups(last) and own.numel():
         found = _log_prob_across(shards, ignore_index, softcap, logit_scale)
@@ -505,11 +521,6 @@ def _log_prob_across(shards: Shards, ignore_index: int, softcap: float, logit_sc
     own, own_weight, own_bias, target = shards.tensors
     last = len(shards.plan.shape) - 1
     groups = shards.groups(last)
-    problem = _problem_of_classes(shards, last)
-    if problem is not None:
-        raise NoRuleError(problem)
-    if torch.compiler.is_compiling():
-        raise NoRuleError("the classes are sharded, and a graph is compiled")
     kept = target != ignore_index
     check_classes(target, kept, shards.plan.shape[last])
     classes = target - shards.start(last)
@@ -528,6 +539,88 @@ def _log_prob_across(shards: Shards, ignore_index: int, softcap: float, logit_sc
     of_target, mixed = dtensor.Total.apply(torch.stack((of_target, mixed)), groups)
     of_target = of_target - of_target.detach().clamp(min=0.0)  # A rounding above 0
     return torch.where(kept, of_target, 0.0), torch.where(kept, mixed, 0.0)
+
+
+def _linear_topk(
+    input: DTensor, linear_weight: DTensor, linear_bias: DTensor | None, k: int, softcap: float, logit_scale: float,
+    log_prob: bool, low_rank: Any,
+) -> Any:  # fmt: skip
+    if dispatch.wants_gradient(input, linear_weight, linear_bias):
+        raise NoRuleError("autograd is to record it; its gradient takes the whole logits")
+    last, shards = input.dim() - 1, _head_shards(input, linear_weight, linear_bias, None, low_rank)
+    own, own_weight, own_bias, _ = shards.tensors
+    if shards.groups(last) and not (isinstance(k, int) and 1 <= k <= shards.least(last)):
+        raise NoRuleError(f"k is {k}; expected 1 to {shards.least(last)}, the number of classes of the last rank")
+    found: tuple[Tensor, Tensor]
+    if own.numel() == 0:
+        found = reference.linear_topk(own, own_weight, own_bias, k, softcap, logit_scale, log_prob)
+    elif shards.groups(last):
+        found = _largest_across(own, shards, k, softcap, logit_scale, log_prob)
+    else:
+        options = (k, softcap or None, logit_scale, log_prob, None, None)
+        found = linear_topk.linear_topk(own, own_weight, own_bias, *options)
+    values, classes = (shards.wrap(t, without=last) for t in found)
+    return torch.return_types.topk((values, classes))
+
+
+def _largest_across(
+    own: Tensor, shards: Shards, k: int, softcap: float, logit_scale: float, log_prob: bool
+) -> tuple[Tensor, Tensor]:
+    """The k largest scores of rows and their classes, by a weight whose classes are sharded.
+
+    Each rank gets the k largest ones of all ranks.
+    """
+    own_weight, own_bias = shards.tensors[1:3]
+    last = len(shards.plan.shape) - 1
+    (group,) = shards.groups(last)
+    given = (own, own_weight, own_bias, k, softcap, logit_scale, log_prob)
+    values, classes, base = linear_topk.of_some_classes(*given)
+    classes = dtensor.gather(classes + shards.start(last), group)
+    if log_prob:
+        values, base = dtensor.gather(torch.cat((values, base), -1), group).split((k, 1), -1)
+        rest = torch.where(base == -math.inf, 0.0, -values[..., :1])
+        # The logarithm of the part of a row's sum that each rank has.
+        part = F.log_softmax(base - base.amax(0) + rest, 0)
+        values = torch.where(part == -math.inf, part, values + part)
+    else:
+        values = dtensor.gather(values, group)
+    values, classes = (t.movedim(0, -2).flatten(-2) for t in (values, classes))
+    # The first class of equal ones, as in one process.
+    values, place = values.max(-1, keepdim=True) if k == 1 else values.topk(k)
+    return values, classes.gather(-1, place)
+
+
+def _argmax(own: Tensor, shards: Shards) -> Tensor:
+    own_weight, own_bias = shards.tensors[1:3]
+    if own.numel() == 0:
+        return reference.linear_argmax(own, own_weight, own_bias)
+    if shards.groups(len(shards.plan.shape) - 1):
+        return _largest_across(own, shards, 1, 0.0, 1.0, False)[1].squeeze(-1)
+    return linear_topk.linear_argmax(own, own_weight, own_bias, None, None)
+
+
+@torch.no_grad()
+def _linear_argmax(input: DTensor, linear_weight: DTensor, linear_bias: DTensor | None, low_rank: Any) -> DTensor:
+    shards = _head_shards(input, linear_weight, linear_bias, None, low_rank)
+    return shards.wrap(_argmax(shards.tensors[0], shards), without=input.dim() - 1)
+
+
+@torch.no_grad()
+def _linear_accuracy(
+    input: DTensor, linear_weight: DTensor, linear_bias: DTensor | None, target: DTensor, ignore_index: int,
+    low_rank: Any,
+) -> DTensor:  # fmt: skip
+    """The ranks exchange two numbers."""
+    shards = _head_shards(input, linear_weight, linear_bias, target, low_rank)
+    own, classes = shards.tensors[0], shards.tensors[3].reshape(-1)
+    own = own.reshape(-1, own.shape[-1])
+    labelled = head.labelled(classes, ignore_index, linear_weight.shape[0])
+    if labelled is not None:
+        own, classes = own[labelled], classes[labelled]
+    kept = classes != ignore_index
+    counts = torch.stack((((_argmax(own, shards) == classes) & kept).sum(), kept.sum()))
+    right, all_kept = dtensor.reduce(counts, shards.groups(*range(input.dim() - 1)))
+    return shards.wrap_part(right.to(torch.float32) / all_kept, *range(input.dim()))
 
 
 def _kl_div(x: DTensor, target: DTensor, reduction: str, log_target: bool) -> DTensor:
@@ -657,6 +750,9 @@ RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     reference.cross_entropy: _cross_entropy,
     reference.linear_cross_entropy: _linear_cross_entropy,
     reference.linear_log_prob: _linear_log_prob,
+    reference.linear_topk: _linear_topk,
+    reference.linear_argmax: _linear_argmax,
+    reference.linear_accuracy: _linear_accuracy,
     reference.kl_div: _kl_div,
     reference.divergence: _divergence,
 }

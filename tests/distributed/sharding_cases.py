@@ -19,7 +19,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from fastlayers import functional as F
 
 #: Over four ranks no size is even, and 3 leaves one rank without any. Over two 2 and 4 are even.
-SIZES = {"b": 3, "s": 5, "n": 4, "c": 6, "h": 5, "o": 1, "C": 6, "H": 8, "S": 4, "W": 4, "K": 7, "v": 7}
+SIZES = {"b": 3, "s": 5, "n": 4, "c": 6, "h": 5, "o": 1, "C": 6, "H": 8, "S": 4, "W": 4, "K": 7, "v": 7, "u": 15}
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Case:
         dims: for each tensor its dimensions.
         function: the call; it may name a tensor's argument and give options.
         cpu: whether the C++ kernels take it in float64.
+        gradients: whether the tensors want one.
         twice: whether it has a second derivative.
         also: dimensions of other tensors that may be sharded.
         once: dimensions that may be sharded over one dimension of the mesh only.
@@ -40,6 +41,7 @@ class Case:
     dims: tuple[str, ...]
     function: Callable[..., Any]
     cpu: bool = True
+    gradients: bool = True
     twice: bool = True
     also: str = ""
     once: str = ""
@@ -119,6 +121,29 @@ def losses(reduction: str) -> list[Case]:
     ]  # fmt: skip
 
 
+def heads() -> list[Case]:
+    """Calls by the whole weight of a head, and by one whose classes are sharded."""
+    found = []
+    for also, v, K in (("", "K", "K"), ("v", "v", "u")):
+        options: dict[str, Any] = {"also": also, "once": also, "gradients": False, "twice": False}
+        wider = options | {"also": K if also else "", "once": K if also else ""}
+        name = " across" if also else ""
+        found += [
+            Case(f"linear_argmax{name}", ("bsH", f"{v}H", v), lambda x, w, b: F.linear_argmax(x, w, linear_bias=b),
+                 **options),
+            Case(f"linear_accuracy{name}", ("bsH", f"{v}H", "bs", v),
+                 lambda x, w, t, b: F.linear_accuracy(x, w, t, linear_bias=b), make={2: labels}, **options),
+        ]  # fmt: skip
+        for k, log_prob in itertools.product((1, 3), (False, True)):
+            topk = partial(_topk, k=k, log_prob=log_prob, softcap=3.0 if k == 3 else None, logit_scale=0.5)
+            found.append(Case(f"linear_topk {k} {log_prob}{name}", ("bsH", f"{K}H", K), topk, **wider))
+    return found
+
+
+def _topk(x: Tensor, w: Tensor, b: Tensor, k: int, **options: Any) -> Any:
+    return F.linear_topk(x, w, k, linear_bias=b, **options)
+
+
 CASES = [
     Case("softmax", ("bsH",), lambda x: F.softmax(x, -1)),
     Case("softmax first dim", ("Hbs",), lambda x: F.softmax(x, 0)),
@@ -185,5 +210,6 @@ CASES = [
     Case("linear_log_prob across", ("bsH", "vH", "bs", "v"),
          lambda x, w, t, b: F.linear_log_prob(x, w, t, linear_bias=b, entropy=True, softcap=3.0),
          twice=False, also="v", once="v", make={2: labels}),
+    *heads(),
     Case("cross_entropy of a row", ("C", ""), F.cross_entropy, make={1: lambda *args: torch.tensor(2)}, cpu=False),
 ]  # fmt: skip

@@ -28,7 +28,7 @@ def outputs(found: Any) -> list[Tensor]:
 
 
 def leaves_of(case: Case, tensors: list[Tensor]) -> list[Tensor]:
-    return [t if i in case.make else t.requires_grad_() for i, t in enumerate(tensors)]
+    return [t.requires_grad_() if case.gradients and i not in case.make else t for i, t in enumerate(tensors)]
 
 
 def whole(t: Tensor) -> Tensor:
@@ -43,6 +43,8 @@ class Expected:
         with backends.backend("eager"):
             self.leaves = leaves_of(case, case.tensors())
             self.outs = outputs(case.function(*self.leaves))
+            if not case.gradients:
+                return
             self.wanted = [i for i, t in enumerate(self.leaves) if t.requires_grad and self.reaches(t)]
             generator = torch.Generator().manual_seed(1)
             self.dys = [torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in self.outs]
@@ -73,6 +75,8 @@ def check(expected: Expected, mesh: DeviceMesh, placements: tuple[tuple[Placemen
         assert isinstance(out, DTensor)
         assert out.shape == want.shape
         torch.testing.assert_close(whole(out), want)
+    if not case.gradients:
+        return
     wanted = [own[i] for i in expected.wanted]
     for replicated in (False, True):
         dys = [
@@ -234,6 +238,53 @@ def check_running_statistics(mesh: DeviceMesh) -> None:
         assert not sharding.fallbacks()
 
 
+def check_largest(mesh: DeviceMesh, square: DeviceMesh) -> None:
+    """The first of equal scores, calls that autograd does not record, and those that have no rule."""
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 6, dtype=torch.float64), torch.randn(13, 6, dtype=torch.float64)
+    w[4] = w[6] = w[12] = 9 * w[0]  # of ranks 1 and 3, one of which has one class
+    bias = torch.cat((torch.zeros(12), torch.full((1,), float("-inf")))).double()  # rank 3 has no share of a sum
+    target = F.linear_argmax(x, w)
+    own = [on_mesh(mesh, t, p).requires_grad_() for t, p in ((x, Replicate()), (w, Shard(0)))]
+    sharding.fallbacks(reset=True)
+    for name in (None, "cpu"):
+        with backends.backend(name):
+            found = F.linear_argmax(*own)
+            accuracy = F.linear_accuracy(*own, on_mesh(mesh, target, Replicate()))
+            with torch.no_grad():
+                classes = F.linear_topk(*own, 1).indices
+                log_prob = F.linear_topk(*own, 1, linear_bias=on_mesh(mesh, bias, Shard(0)), log_prob=True).values
+        assert torch.equal(whole(found), target)
+        assert torch.equal(whole(classes), target[:, None])
+        torch.testing.assert_close(whole(log_prob), F.linear_topk(x, w, 1, linear_bias=bias, log_prob=True).values)
+        assert 4 in target
+        assert not found.requires_grad
+        assert whole(accuracy).item() == 1.0
+        assert accuracy.placements == (Replicate(),)
+    assert not sharding.fallbacks()
+    values, _ = F.linear_topk(*own, 1)
+    (dw,) = torch.autograd.grad(values.sum(), own[1])
+    (expected,) = torch.autograd.grad(F.linear_topk(x, w.requires_grad_(), 1).values.sum(), w)
+    torch.testing.assert_close(whole(dw), expected)
+    w = w.detach()
+    adapter = [on_mesh(mesh, t, Replicate()) for t in (x[:, :2], torch.ones(13, 2, dtype=torch.float64))]
+    with torch.no_grad():
+        torch.testing.assert_close(whole(F.linear_topk(*own, 2).values), F.linear_topk(x, w, 2).values)
+        F.linear_argmax(*own, low_rank=tuple(adapter))
+        twice = [on_mesh(square, t, *[p] * 2) for t, p in ((x, Replicate()), (w, Shard(0)))]
+        assert torch.equal(whole(F.linear_argmax(*twice)), target)
+    assert sharding.fallbacks(reset=True) == {
+        ("linear_topk", "autograd is to record it; its gradient takes the whole logits"): 1,
+        ("linear_topk", "k is 2; expected 1 to 1, the number of classes of the last rank"): 1,
+        ("linear_argmax", "expected an input (..., H), a weight (V, H) and no adapter"): 1,
+        ("linear_argmax", "the classes are sharded; expected one dimension of the mesh for them"): 1,
+    }
+    by_rows = [on_mesh(mesh, t, p) for t, p in ((x, Shard(0)), (w, Replicate()))]
+    for given in (own, by_rows):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="out of range"):
+            F.linear_topk(*given, 14)
+
+
 class Net(nn.Module):
     def forward(self, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         normed, s = F.add_rms_norm(x, y, (12,), w, 1e-6)
@@ -266,6 +317,9 @@ def check_all(rank: int) -> None:
     check_replicas(square)
     check_head(flat)
     check_running_statistics(flat)
+
+
+    check_largest(flat, square)
     check_compile(flat)
     check_llama(flat)
     run_cases([flat, square])
