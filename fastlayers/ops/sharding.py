@@ -33,6 +33,7 @@ from fastlayers.ops import (
     dtensor,
     head,
     head_loss,
+    linear_divergence,
     linear_topk,
     reference,
     residual,
@@ -660,6 +661,46 @@ def _divergence(
     return _averaged(shards, found, _share(own_labels, None, ignore_index, groups))
 
 
+def _linear_divergence(
+    input: DTensor, linear_weight: DTensor, linear_bias: DTensor | None, target_input: DTensor,
+    target_weight: DTensor | None, target_bias: DTensor | None, target: DTensor | None, *rest: Any,
+) -> DTensor:  # fmt: skip
+    """Each rank has the divergences of its rows."""
+    *options, low_rank = rest
+    loss = linear_divergence.Loss(*options)
+    if low_rank is not None or any(t is not None and t.dim() != 2 for t in (linear_weight, target_weight)):
+        raise NoRuleError("expected weights (V, H) and no adapter")
+    last, of_teacher = input.dim() - 1, (broadcast if target_weight is None else rows, by_class, by_class)
+    wanted, shape = (*input.shape[:-1], linear_weight.shape[0]), tuple(target_input.shape)
+    if target_weight is not None:
+        shape = (*shape[:-1], target_weight.shape[0])
+    if shape != wanted or 0 in linear_weight.shape:
+        raise NoRuleError(f"the teacher's logits are {shape}, and the student's {wanted}; expected one shape")
+    given = (input, linear_weight, linear_bias, target_input, target_weight, target_bias, target)
+    shards = Shards(given, (rows, by_class, by_class, *of_teacher, rows), fill=False)
+    if shards.groups(last):
+        raise NoRuleError("the classes are sharded; expected them on each rank as a whole")
+    found = _own_divergence(shards.tensors, loss)
+    if loss.reduction == "none":
+        return shards.wrap(found, without=last)
+    groups = shards.groups(*range(last))
+    if loss.reduction == "sum" or not groups:
+        return shards.wrap_part(found)
+    own, *_, own_labels = shards.tensors
+    if target is None:
+        return _averaged(shards, found, own.numel() / max(input.numel(), 1))
+    return _averaged(shards, found, _share(own_labels, None, loss.ignore_index, groups))
+
+
+def _own_divergence(tensors: Sequence[Any], loss: linear_divergence.Loss) -> Tensor:
+    if tensors[0].numel() == 0:
+        given: list[Any] = [*tensors, *loss]
+        return reference.linear_divergence(*given)
+    caps: dict[str, Any] = {"softcap": loss.softcap or None, "target_softcap": loss.target_softcap or None}
+    given = [*tensors, *loss._replace(**caps), None, None, None]
+    return linear_divergence.linear_divergence(*given)
+
+
 _SCALE_ADD = Rule(residual.scale_add, {0: broadcast, 1: broadcast, 2: broadcast})
 
 #: By channels_last.
@@ -755,6 +796,7 @@ RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     reference.linear_accuracy: _linear_accuracy,
     reference.kl_div: _kl_div,
     reference.divergence: _divergence,
+    reference.linear_divergence: _linear_divergence,
 }
 
 

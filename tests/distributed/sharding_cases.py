@@ -93,6 +93,10 @@ def angles(shape: list[int], generator: torch.Generator) -> Tensor:
     return torch.rand(shape, dtype=torch.float64, generator=generator)
 
 
+def numbers(shape: list[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
 def positive(shape: list[int], generator: torch.Generator) -> Tensor:
     return torch.rand(shape, dtype=torch.float64, generator=generator) + 0.5
 
@@ -138,6 +142,37 @@ def heads() -> list[Case]:
             topk = partial(_topk, k=k, log_prob=log_prob, softcap=3.0 if k == 3 else None, logit_scale=0.5)
             found.append(Case(f"linear_topk {k} {log_prob}{name}", ("bsH", f"{K}H", K), topk, **wider))
     return found
+
+
+def divergences() -> list[Case]:
+    """Of a student's head from a teacher's, or from given logits."""
+    found = []
+    capped: dict[str, Any] = {"softcap": 3.0, "target_softcap": 2.0, "logit_scale": 0.5, "target_logit_scale": 1.5}
+    for kind, reduction, options in (
+        ("kl", "none", capped),
+        ("kl", "mean", {}),
+        ("kl", "batchmean", capped),
+        ("kl", "sum", {}),
+        ("reverse_kl", "none", {}),
+        ("reverse_kl", "batchmean", capped),
+        ("js", "mean", {"beta": 0.3}),
+        ("js", "sum", {"beta": 1.0}),
+        ("tv", "batchmean", capped),
+        ("cosine", "mean", {}),
+    ):
+        call = partial(_divergence, divergence=kind, reduction=reduction, temperature=2.0, **options)
+        name, make = f"linear_divergence {kind} {reduction}", {3: numbers, 4: numbers, 5: numbers, 6: labels}
+        found.append(Case(name, ("bsH", "KH", "K", "bsC", "KC", "K", "bs"), call, make=make))
+    call = partial(_divergence, temperature=2.0, divergence="kl")
+    found.append(Case("linear_divergence of logits", ("bsH", "KH", "K", "bsK"), call, make={3: numbers}))
+    return found
+
+
+def _divergence(
+    x: Tensor, w: Tensor, b: Tensor, y: Tensor, target_w: Tensor | None = None, target_b: Tensor | None = None,
+    target: Tensor | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    return F.linear_divergence(x, w, y, target_w, linear_bias=b, target_bias=target_b, target=target, **options)
 
 
 def _topk(x: Tensor, w: Tensor, b: Tensor, k: int, **options: Any) -> Any:
@@ -211,5 +246,6 @@ CASES = [
          lambda x, w, t, b: F.linear_log_prob(x, w, t, linear_bias=b, entropy=True, softcap=3.0),
          twice=False, also="v", once="v", make={2: labels}),
     *heads(),
+    *divergences(),
     Case("cross_entropy of a row", ("C", ""), F.cross_entropy, make={1: lambda *args: torch.tensor(2)}, cpu=False),
 ]  # fmt: skip
