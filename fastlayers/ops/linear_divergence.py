@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastlayers import backends
@@ -249,6 +250,18 @@ def _rows_of(t: Tensor) -> Callable[[slice | Tensor], Tensor]:
 
         return gather
     return lambda rows: flat[rows]
+
+
+def levels_of_logits(logits: Tensor, softcap: float, logit_scale: float) -> Tensor:
+    """The largest score of each row, and the log-sum-exp less that: (2, rows), some rows at a time. No autograd."""
+    count, rows_of = logits.shape[:-1].numel(), _rows_of(logits.detach())
+    levels = logits.new_empty((2, count), dtype=torch.promote_types(logits.dtype, torch.float32))
+    for start in range(0, count, TEACHER_ROWS):
+        part = slice(start, min(start + TEACHER_ROWS, count))
+        scores = reference.capped(rows_of(part).to(levels.dtype) * logit_scale, softcap)
+        levels[0, part] = base = scores.amax(1)
+        levels[1, part] = (scores - base[:, None]).exp().sum(1).log()
+    return levels
 
 
 # ---- all rows --------------------------------------------------------------------------------------------------------
@@ -507,3 +520,31 @@ def linear_divergence(
             backends.refuse(reason)
     composed = (*leaves.dequantized(), *teacher.dequantized(), *loss, leaves.low_rank)
     return dispatch.call_reference(reference.linear_divergence, *composed)
+
+
+def of_some_classes(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target_input: Tensor,
+    target_weight: Tensor | None, target_bias: Tensor | None, target: Tensor | None, reverse: bool, loss: Loss,
+) -> tuple[Tensor, torch.dtype]:  # fmt: skip
+    """Kullback-Leibler divergences of rows among the classes of one rank, and the dtype of the loss.
+
+    They are neither rounded to that dtype nor multiplied by temperature², as a js is not. A row whose target is -100
+    does not count.
+    """
+    loss = loss._replace(ignore_index=-100, kind="js", reduction="none", beta=float(reverse))
+    leaves = Leaves.of_call(input, linear_weight, linear_bias, None)
+    teacher = Teacher(target_input, target_weight, target_bias, target).of_call()
+    numbers, low = [float(number) for number in loss[3:]], head.autocast_dtype(input)
+    rest = _rest(input, teacher, loss.ignore_index, loss.kind, loss.reduction, numbers, low, None, None)
+    wide = torch.promote_types(rest.out, torch.float32)
+    if head.is_chunked(leaves, target, rest.head):
+        reason = _unsupported(leaves, teacher, rest)
+        if reason is None:
+            return head_loss.call(METHOD, leaves, teacher, rest._replace(out=wide)), rest.out
+        backends.refuse(reason)
+    given, weight, bias, _ = teacher.dequantized()
+    student = reference.head_scores(*leaves.dequantized(), loss.softcap, loss.logit_scale).to(wide)
+    logits = given if weight is None else F.linear(given, weight, bias)  # type: ignore[arg-type]
+    scores = reference.capped(logits.to(wide) * loss.target_logit_scale, loss.target_softcap)
+    pair = (scores, student) if reverse else (student, scores)
+    return reference.divergence(*pair, target, -100, 0.0, loss.temperature, False, "none"), rest.out

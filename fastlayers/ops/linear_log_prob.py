@@ -241,8 +241,8 @@ class LinearLogProb(dispatch.Pair, inputs=LEAVES, materialize=False):
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         if dlevels is not None:
             raise RuntimeError(
-                "linear_log_prob() of sharded classes has no second derivative, which create_graph=True asks for: it"
-                " would need the logits of the other ranks"
+                "a head of sharded classes has no second derivative, which create_graph=True asks for: it would need"
+                " the logits of the other ranks"
             )
 
         def compose(*tensors: Any) -> Tensor:
@@ -294,6 +294,7 @@ def of_some_classes(
         given = (*leaves.tensors, target, -100, softcap, logit_scale, *rest.options)
         return LinearLogProb.run(DIRECTLY._replace(quantized=leaves.quantized), *given)  # type: ignore[no-any-return]
     scores = reference.head_scores(input, linear_weight, linear_bias, softcap, logit_scale)
+    scores = torch.where((target != -100).unsqueeze(-1), scores, 0.0)  # of NaN nothing comes through, back and forth
     base = scores.detach().amax(-1)
     below = torch.logsumexp(scores - base[..., None], -1)
     levels = torch.stack((base.reshape(-1), below.reshape(-1)))

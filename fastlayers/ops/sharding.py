@@ -34,6 +34,7 @@ from fastlayers.ops import (
     head,
     head_loss,
     linear_divergence,
+    linear_log_prob,
     linear_topk,
     reference,
     residual,
@@ -63,7 +64,6 @@ from fastlayers.ops.group_norm import group_norm, instance_norm
 from fastlayers.ops.kl_div import divergence, kl_div
 from fastlayers.ops.layer_norm import ada_layer_norm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fastlayers.ops.linear_cross_entropy import linear_cross_entropy
-from fastlayers.ops.linear_log_prob import check_classes, linear_log_prob, of_some_classes
 from fastlayers.ops.max_pool2d import max_pool2d
 from fastlayers.ops.response_norm import global_response_norm
 from fastlayers.ops.rotary import rotary
@@ -509,7 +509,7 @@ def _linear_log_prob(
         found = reference.linear_log_prob(own, own_weight, own_bias, own_target, *options)
     else:
         options = (ignore_index, softcap or None, logit_scale)  # type: ignore[assignment]
-        found = linear_log_prob(own, own_weight, own_target, own_bias, *options, None, None, None)
+        found = linear_log_prob.linear_log_prob(own, own_weight, own_target, own_bias, *options, None, None, None)
     log_prob, entropy = (shards.wrap(t, without=last) for t in found)
     return log_prob, entropy
 
@@ -523,23 +523,30 @@ def _log_prob_across(shards: Shards, ignore_index: int, softcap: float, logit_sc
     last = len(shards.plan.shape) - 1
     groups = shards.groups(last)
     kept = target != ignore_index
-    check_classes(target, kept, shards.plan.shape[last])
+    linear_log_prob.check_classes(target, kept, shards.plan.shape[last])
     classes = target - shards.start(last)
     is_own = kept & (classes >= 0) & (classes < own_weight.shape[0])
     # A row without a label here still has a part of the sum. Any class will do.
     local = torch.where(kept, torch.where(is_own, classes, 0), -100)
     given = (own, own_weight, local, own_bias, softcap, logit_scale)
-    log_prob, entropy, levels = of_some_classes(*given)
+    log_prob, entropy, levels = linear_log_prob.of_some_classes(*given)
     base, rest = (level.view(target.shape) for level in levels)
-    largest = dtensor.reduce(base, groups, maximum=True)
-    # The logarithm of this rank's part of the sum, in which no large score is added to a small one.
-    part = base.detach() - largest + rest
-    part = part - dtensor.Sum.apply(part.exp(), groups).log()
+    part = _log_share(base, rest, groups)
     share = part.exp()
     of_target, mixed = torch.where(is_own, log_prob + part, 0.0), share * (entropy - part)
     of_target, mixed = dtensor.Total.apply(torch.stack((of_target, mixed)), groups)
     of_target = of_target - of_target.detach().clamp(min=0.0)  # A rounding above 0
     return torch.where(kept, of_target, 0.0), torch.where(kept, mixed, 0.0)
+
+
+def _log_share(base: Tensor, rest: Tensor, groups: Sequence[Any]) -> Tensor:
+    """The logarithm of the share that this rank has of a sum of exponentials, from that of its part: base + rest.
+
+    No large score is added to a small one.
+    """
+    part = base.detach() - dtensor.reduce(base, groups, maximum=True) + rest
+    total: Tensor = dtensor.Sum.apply(part.exp(), groups)
+    return part - total.log()
 
 
 def _linear_topk(
@@ -665,7 +672,7 @@ def _linear_divergence(
     input: DTensor, linear_weight: DTensor, linear_bias: DTensor | None, target_input: DTensor,
     target_weight: DTensor | None, target_bias: DTensor | None, target: DTensor | None, *rest: Any,
 ) -> DTensor:  # fmt: skip
-    """Each rank has the divergences of its rows."""
+    """Rows may be sharded, and classes for Kullback-Leibler divergences: then the gradient of the input is Partial."""
     *options, low_rank = rest
     loss = linear_divergence.Loss(*options)
     if low_rank is not None or any(t is not None and t.dim() != 2 for t in (linear_weight, target_weight)):
@@ -679,7 +686,14 @@ def _linear_divergence(
     given = (input, linear_weight, linear_bias, target_input, target_weight, target_bias, target)
     shards = Shards(given, (rows, by_class, by_class, *of_teacher, rows), fill=False)
     if shards.groups(last):
-        raise NoRuleError("the classes are sharded; expected them on each rank as a whole")
+        problem = _problem_of_classes(shards, last)
+        if loss.kind not in ("kl", "reverse_kl") and not (loss.kind == "js" and loss.beta in (0.0, 1.0)):
+            problem = f"the classes are sharded; expected a divergence of kl or reverse_kl, but got {loss.kind}"
+        elif dispatch.wants_gradient(target_input, target_weight, target_bias):
+            problem = "the classes are sharded, and the teacher requires a gradient"
+        if problem is not None:
+            raise NoRuleError(problem)
+        return _reduced_divergence(shards, *_divergence_across(shards, loss), loss)
     found = _own_divergence(shards.tensors, loss)
     if loss.reduction == "none":
         return shards.wrap(found, without=last)
@@ -699,6 +713,63 @@ def _own_divergence(tensors: Sequence[Any], loss: linear_divergence.Loss) -> Ten
     caps: dict[str, Any] = {"softcap": loss.softcap or None, "target_softcap": loss.target_softcap or None}
     given = [*tensors, *loss._replace(**caps), None, None, None]
     return linear_divergence.linear_divergence(*given)
+
+
+def _divergence_across(shards: Shards, loss: linear_divergence.Loss) -> tuple[Tensor, torch.dtype]:
+    """Kullback-Leibler divergences of rows by weights whose classes are sharded, without temperature², and the dtype of
+    the loss. The ranks exchange five numbers for each row, in the backward two.
+
+    For shares a and b that a rank has of the distributions p of the teacher and q of the student,
+
+        KL(p || q) = sum over the ranks of a·(KL(p/a || q/b) + log a - log b)
+
+    where p/a and q/b are the softmax of the scores of this rank. The other way p and q, and a and b, are exchanged.
+    """
+    own, own_weight, own_bias, *teacher, labels = shards.tensors
+    reverse = loss.kind == "reverse_kl" or (loss.kind == "js" and loss.beta == 1.0)
+    if own.numel() == 0:
+        found = _own_divergence(shards.tensors, loss._replace(reduction="none"))
+        return found, found.dtype
+    groups, t = shards.groups(len(shards.plan.shape) - 1), loss.temperature
+    kept = own.new_ones(own.shape[:-1], dtype=torch.bool) if labels is None else labels != loss.ignore_index
+    scaled = (loss.softcap / t, loss.logit_scale / t)
+    of_teacher = (loss.target_softcap / t, loss.target_logit_scale / t)
+    any_class = torch.where(kept, 0, -100)
+    levels = linear_log_prob.of_some_classes(own, own_weight, any_class, own_bias, *scaled)[2]
+    with torch.no_grad():
+        target, weight, bias = teacher
+        if weight is None:
+            target_levels = linear_divergence.levels_of_logits(target, *of_teacher)
+        else:
+            target_levels = linear_log_prob.of_some_classes(target, weight, any_class, bias, *of_teacher)[2]
+    base, rest, target_base, target_rest = (level.view(kept.shape) for level in (*levels, *target_levels))
+    # Where all scores of the teacher here are -inf its share is 0, and it has no distribution of its own.
+    some = kept & (target_base != -math.inf)
+    bases = torch.stack((torch.where(kept, base, 0.0), torch.where(kept, target_base, 0.0)))
+    rests = torch.stack((torch.where(kept, rest, 0.0), torch.where(some, target_rest, 0.0)))
+    log_b, log_a = _log_share(bases, rests, groups)
+    log_a = log_a.detach()
+    given = (own, own_weight, own_bias, target, weight, bias, torch.where(some, 0, -100))
+    found, out = linear_divergence.of_some_classes(*given, reverse, loss)
+    share, ratio = (log_b.exp(), log_b - log_a) if reverse else (log_a.exp(), log_a - log_b)
+    found = share * (found + torch.where(share == 0, 0.0, ratio))
+    return dtensor.Total.apply(torch.where(kept, found, 0.0), groups), out
+
+
+def _reduced_divergence(shards: Shards, losses: Tensor, out: torch.dtype, loss: linear_divergence.Loss) -> DTensor:
+    """From the divergences of rows, which the ranks that share their classes all have."""
+    last, labels, factor = len(shards.plan.shape) - 1, shards.tensors[-1], loss.squared
+    if loss.reduction == "none":
+        return shards.wrap((losses * factor).to(out), without=last)
+    total = losses.sum() * factor
+    if loss.reduction == "sum":
+        return shards.wrap_part(total.to(out), last)
+    count: Tensor | int = math.prod(shards.plan.shape[:last])
+    if labels is not None:
+        count = dtensor.reduce((labels != loss.ignore_index).sum(), shards.groups(*range(last)))
+    if loss.reduction == "mean":
+        total = total / shards.plan.shape[last]
+    return _summed(shards.wrap_part((total / count).to(out), last))
 
 
 _SCALE_ADD = Rule(residual.scale_add, {0: broadcast, 1: broadcast, 2: broadcast})

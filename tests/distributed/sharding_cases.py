@@ -163,7 +163,21 @@ def divergences() -> list[Case]:
         call = partial(_divergence, divergence=kind, reduction=reduction, temperature=2.0, **options)
         name, make = f"linear_divergence {kind} {reduction}", {3: numbers, 4: numbers, 5: numbers, 6: labels}
         found.append(Case(name, ("bsH", "KH", "K", "bsC", "KC", "K", "bs"), call, make=make))
+        if kind in ("kl", "reverse_kl") or options == {"beta": 1.0}:
+            given = ("bsH", "vH", "v", "bsC", "vC", "v", "bs")
+            found.append(Case(f"{name} across", given, call, make=make, twice=False, also="v", once="v"))
     call = partial(_divergence, temperature=2.0, divergence="kl")
+    found.append(
+        Case(
+            "linear_divergence of logits across",
+            ("bsH", "vH", "v", "bsv"),
+            call,
+            make={3: numbers},
+            twice=False,
+            also="v",
+            once="v",
+        )
+    )
     found.append(Case("linear_divergence of logits", ("bsH", "KH", "K", "bsK"), call, make={3: numbers}))
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -285,6 +286,74 @@ def check_largest(mesh: DeviceMesh, square: DeviceMesh) -> None:
             F.linear_topk(*given, 14)
 
 
+def check_distillation(mesh: DeviceMesh) -> None:
+    """Numbers of rows and ranks that are not finite, several chunks, and 16 bits."""
+    torch.manual_seed(0)
+    x, w, y = (torch.randn(*shape, dtype=torch.float64) for shape in ((300, 6), (13, 6), (13, 300)))
+    target = torch.randint(13, (300,)).masked_fill_(torch.rand(300) < 0.2, -100)
+    target[0] = -100
+    y = y.t()  # whose rows are not contiguous
+    y[0], y[3:6, 4:], y[7, 12] = float("nan"), float("-inf"), float("-inf")  # rank 3 has class 12 alone
+    spoilt = x.clone()
+    spoilt[0] = float("nan")
+    sharding.fallbacks(reset=True)
+    for kind, chunked in itertools.product(("kl", "reverse_kl"), (None, "cpu")):
+        call = partial(F.linear_divergence, divergence=kind, reduction="none", temperature=2.0)
+        plain = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+        placed = [on_mesh(mesh, t, p).requires_grad_() for t, p in ((spoilt, Replicate()), (w, Shard(0)))]
+        one = call(*plain, y, target=target)
+        with backends.backend(chunked):
+            loss = call(*placed, on_mesh(mesh, y, Shard(1)), target=on_mesh(mesh, target, Replicate()))
+        assert loss.placements == (Replicate(),)
+        torch.testing.assert_close(whole(loss), one)
+        if kind == "reverse_kl":  # infinite where the teacher has no share
+            assert one[3:6].detach().isinf().any()
+            continue
+        (dx, dw), expected = torch.autograd.grad(loss.sum(), placed), torch.autograd.grad(one.sum(), plain)
+        assert (dx.placements, dw.placements) == ((Partial(),), (Shard(0),))
+        torch.testing.assert_close(whole(dx), expected[0])
+        if chunked:  # the composition multiplies all rows
+            torch.testing.assert_close(whole(dw), expected[1])
+    low = [on_mesh(mesh, t.bfloat16(), p) for t, p in ((x, Replicate()), (w, Shard(0)), (x + 1, Replicate()))]
+    loss = F.linear_divergence(*low, low[1], reduction="sum")
+    assert loss.dtype is torch.bfloat16
+    one = F.linear_divergence(x, w, x + 1, w, reduction="sum")
+    torch.testing.assert_close(whole(loss).double(), one, rtol=2e-2, atol=0.0)
+    assert not sharding.fallbacks()
+
+
+def check_distillation_without_rule(mesh: DeviceMesh, square: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    x, w, y = (torch.randn(*shape, dtype=torch.float64) for shape in ((8, 6), (13, 6), (8, 13)))
+    sharding.fallbacks(reset=True)
+    placed = [on_mesh(mesh, t, p) for t, p in ((x, Replicate()), (w, Shard(0)), (y, Shard(1)))]
+    plain_adapter = (x[:, :2], torch.ones(13, 2, dtype=torch.float64))
+    adapter = tuple(on_mesh(mesh, t, Replicate()) for t in plain_adapter)
+    twice = [on_mesh(square, t, p, p) for t, p in ((x, Replicate()), (w, Shard(0)), (y, Shard(1)))]
+    calls: list[tuple[list[Any], dict[str, Any]]] = [
+        (placed, {"divergence": "tv"}),
+        (placed, {"divergence": "cosine"}),
+        (placed, {"divergence": "js"}),
+        (placed, {"low_rank": adapter}),
+        (twice, {}),
+        ([*placed[:2], placed[2].clone().requires_grad_()], {}),
+    ]
+    for tensors, options in calls:
+        plain_options = {**options, "low_rank": plain_adapter} if "low_rank" in options else options
+        one = F.linear_divergence(x, w, y, **plain_options)
+        torch.testing.assert_close(whole(F.linear_divergence(*tensors, **options)), one)
+    with pytest.raises(RuntimeError, match="expected a teacher's logits in the shape"):
+        F.linear_divergence(*placed[:2], on_mesh(mesh, y[:1], Shard(1)))
+    sharded = "the classes are sharded"
+    assert {reason for _, reason in sharding.fallbacks(reset=True)} == {
+        *(f"{sharded}; expected a divergence of kl or reverse_kl, but got {kind}" for kind in ("tv", "cosine", "js")),
+        f"{sharded}; expected one dimension of the mesh for them",
+        f"{sharded}, and the teacher requires a gradient",
+        "expected weights (V, H) and no adapter",
+        "the teacher's logits are (1, 13), and the student's (8, 13); expected one shape",
+    }
+
+
 class Net(nn.Module):
     def forward(self, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         normed, s = F.add_rms_norm(x, y, (12,), w, 1e-6)
@@ -320,6 +389,8 @@ def check_all(rank: int) -> None:
 
 
     check_largest(flat, square)
+    check_distillation(flat)
+    check_distillation_without_rule(flat, square)
     check_compile(flat)
     check_llama(flat)
     run_cases([flat, square])
