@@ -474,3 +474,33 @@ def gather(t: Tensor, group: Any) -> Tensor:
     found = t.new_empty(ranks * t.numel())
     dist.all_gather_into_tensor(found, t.detach().flatten(), group)
     return found.view(ranks, *t.shape)
+
+
+# ---- means over ranks ------------------------------------------------------------------------------------------------
+
+
+def averaged(shards: Shards, mean: Tensor, share: Tensor | float) -> DTensor:
+    """The mean over all ranks, of which this one has the mean of its part, and the share of that part.
+
+    A sum of 16-bit losses could overflow where their mean does not.
+    """
+    wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
+    nothing = share == 0 if isinstance(share, Tensor) else wide.new_full((), share == 0, dtype=torch.bool)
+    # The mean of nothing is NaN, and does not count. Where all ranks have nothing the share is NaN.
+    wide = torch.where(nothing, 0.0, wide) * share
+    return summed(shards.wrap_part(wide.to(mean.dtype)))
+
+
+def summed(t: DTensor) -> DTensor:
+    """What torch makes of a mean: all ranks have it."""
+    return t.redistribute(placements=of_gradient(t.placements))
+
+
+def share_of_rows(target: Tensor, weight: Tensor | None, ignore_index: int, groups: Sequence[Any]) -> Tensor:
+    """The share that the rows of this rank have in a mean over all ranks."""
+    kept = target != ignore_index
+    if weight is None:
+        count = kept.sum().double()
+    else:
+        count = torch.where(kept, weight.detach().double()[torch.where(kept, target, 0)], 0.0).sum()
+    return count / reduce(count, groups)

@@ -19,7 +19,22 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from fastlayers import functional as F
 
 #: Over four ranks no size is even, and 3 leaves one rank without any. Over two 2 and 4 are even.
-SIZES = {"b": 3, "s": 5, "n": 4, "c": 6, "h": 5, "o": 1, "C": 6, "H": 8, "S": 4, "W": 4, "K": 7, "v": 7, "u": 15}
+SIZES = {
+    "b": 3,
+    "s": 5,
+    "n": 4,
+    "c": 6,
+    "h": 5,
+    "o": 1,
+    "C": 6,
+    "H": 8,
+    "S": 4,
+    "W": 4,
+    "K": 7,
+    "v": 7,
+    "V": 7,
+    "u": 15,
+}
 
 
 @dataclass(frozen=True)
@@ -256,6 +271,17 @@ CASES = [
     Case("js_div_logits", ("bsC", "bsC"), partial(F.js_div_logits, reduction="batchmean")),
     Case("linear_log_prob", ("bsH", "KH", "bs", "K"),
          lambda x, w, t, b: F.linear_log_prob(x, w, t, linear_bias=b, entropy=True), make={2: labels}),
+    Case("linear_cross_entropy by features", ("bsh", "Vh", "bs", "V"),
+         lambda x, w, t, b: F.linear_cross_entropy(x, w, t, linear_bias=b, label_smoothing=0.1),
+         make={2: labels}, cpu=False, twice=False, once="h"),
+    Case("linear_log_prob by features", ("bsh", "Vh", "bs", "V"),
+         lambda x, w, t, b: F.linear_log_prob(x, w, t, linear_bias=b, entropy=True),
+         make={2: labels}, cpu=False, twice=False, once="h"),
+    Case("linear_divergence by features", ("bsh", "Vh", "bsh", "Vh"),
+         lambda x, w, y, v: F.linear_divergence(x, w, y.detach(), v.detach(), reduction="batchmean"),
+         make={2: angles, 3: angles}, cpu=False, twice=False, once="h"),
+    Case("linear_argmax by features", ("bsh", "Vh"), F.linear_argmax,
+         cpu=False, twice=False, once="h", gradients=False),
     Case("linear_log_prob across", ("bsH", "vH", "bs", "v"),
          lambda x, w, t, b: F.linear_log_prob(x, w, t, linear_bias=b, entropy=True, softcap=3.0),
          twice=False, also="v", once="v", make={2: labels}),

@@ -225,6 +225,19 @@ def check_head(mesh: DeviceMesh) -> None:
     assert not sharding.fallbacks()
 
 
+def check_ranks_without_rows(mesh: DeviceMesh) -> None:
+    """A call without a rule falls back on all ranks, or those with rows would wait for the others."""
+    torch.manual_seed(0)
+    x, w = torch.randn(1, 6, dtype=torch.float64), torch.randn(1, 6, dtype=torch.float64)
+    own = on_mesh(mesh, x, Shard(0), Replicate()), on_mesh(mesh, w, Replicate(), Shard(0))
+    target = on_mesh(mesh, torch.zeros(1, dtype=torch.int64), Shard(0), Replicate())
+    for function in (F.linear_cross_entropy, F.linear_log_prob):
+        sharding.fallbacks(reset=True)
+        function(*own, target)
+        ((_, reason),) = sharding.fallbacks()
+        assert reason == "1 classes leave a rank without any"
+
+
 def check_running_statistics(mesh: DeviceMesh) -> None:
     """They take the moments of the whole batch, also where a rank has no samples, or some of the channels."""
     torch.manual_seed(0)
@@ -385,9 +398,8 @@ def check_all(rank: int) -> None:
     check_dropout(flat)
     check_replicas(square)
     check_head(flat)
+    check_ranks_without_rows(square)
     check_running_statistics(flat)
-
-
     check_largest(flat, square)
     check_distillation(flat)
     check_distillation_without_rule(flat, square)
