@@ -153,7 +153,7 @@ def heads() -> list[Case]:
             Case(f"linear_accuracy{name}", ("bsH", f"{v}H", "bs", v),
                  lambda x, w, t, b: F.linear_accuracy(x, w, t, linear_bias=b), make={2: labels}, **options),
         ]  # fmt: skip
-        for k, log_prob in itertools.product((1, 3), (False, True)):
+        for k, log_prob in ((1, False), (3, True)):
             topk = partial(_topk, k=k, log_prob=log_prob, softcap=3.0 if k == 3 else None, logit_scale=0.5)
             found.append(Case(f"linear_topk {k} {log_prob}{name}", ("bsH", f"{K}H", K), topk, **wider))
     return found
@@ -271,16 +271,16 @@ CASES = [
     Case("js_div_logits", ("bsC", "bsC"), partial(F.js_div_logits, reduction="batchmean")),
     Case("linear_log_prob", ("bsH", "KH", "bs", "K"),
          lambda x, w, t, b: F.linear_log_prob(x, w, t, linear_bias=b, entropy=True), make={2: labels}),
-    Case("linear_cross_entropy by features", ("bsh", "Vh", "bs", "V"),
+    Case("linear_cross_entropy by features", ("sh", "Vh", "s", "V"),
          lambda x, w, t, b: F.linear_cross_entropy(x, w, t, linear_bias=b, label_smoothing=0.1),
          make={2: labels}, cpu=False, twice=False, once="h"),
-    Case("linear_log_prob by features", ("bsh", "Vh", "bs", "V"),
+    Case("linear_log_prob by features", ("sh", "Vh", "s", "V"),
          lambda x, w, t, b: F.linear_log_prob(x, w, t, linear_bias=b, entropy=True),
          make={2: labels}, cpu=False, twice=False, once="h"),
-    Case("linear_divergence by features", ("bsh", "Vh", "bsh", "Vh"),
+    Case("linear_divergence by features", ("sh", "Vh", "sh", "Vh"),
          lambda x, w, y, v: F.linear_divergence(x, w, y.detach(), v.detach(), reduction="batchmean"),
          make={2: angles, 3: angles}, cpu=False, twice=False, once="h"),
-    Case("linear_argmax by features", ("bsh", "Vh"), F.linear_argmax,
+    Case("linear_argmax by features", ("sh", "Vh"), F.linear_argmax,
          cpu=False, twice=False, once="h", gradients=False),
     Case("linear_log_prob across", ("bsH", "vH", "bs", "v"),
          lambda x, w, t, b: F.linear_log_prob(x, w, t, linear_bias=b, entropy=True, softcap=3.0),
