@@ -10,9 +10,9 @@ all of its digits: the products are exact, as those of float32 are, on tensor co
 Dropout before an adapter is a mask beside x, of a byte for each element: a thin product reads both and takes 0 for what
 is dropped, and the product that adds to the gradient of x writes 0 there.
 
-rows      factor·(x∘mask)·t for x (R, C) and t (C, r): program = a block of rows of a chunk of the columns.
-columns   factor·(x∘mask)ᵀ·t for x (R, C) and t (R, r): program = a block of columns of a chunk of the rows.
-          Both for up to three t, each with a mask, in one pass over x: the query, key and value layers read one input.
+thin      factor·(x∘mask)·t for x (R, C) and t (C, r): program = a block of rows of a chunk of the columns; or
+          factor·(x∘mask)ᵀ·t for t (R, r): program = a block of columns of a chunk of the rows.
+          For up to three t, each with a mask, in one pass over x: the query, key and value layers read one input.
           The partial sums of the chunks are added up in a fixed order.
 wide      factor·u·b + bias + base for u (R, r) and b (r, C): program = a tile of the result.
           wide_masked: factor·Σ mask∘(u·b) + bias + base for up to three u and b, each with a mask.
@@ -77,7 +77,7 @@ def _kept(x, mask_ptr, place, inside):
 
 
 @triton.jit
-def _thin(x, mask_ptr, place, inside, t_ptr, place_of_t, inside_of_t, total, SPLIT: tl.constexpr):
+def _added(x, mask_ptr, place, inside, t_ptr, place_of_t, inside_of_t, total, SPLIT: tl.constexpr):
     """total + (x∘mask)·t."""
     if mask_ptr is not None:
         x = _kept(x, mask_ptr, place, inside)
@@ -85,79 +85,41 @@ def _thin(x, mask_ptr, place, inside, t_ptr, place_of_t, inside_of_t, total, SPL
 
 
 @triton.jit
-def _rows(
-    out_ptr, x_ptr, t_ptr, t1_ptr, t2_ptr, mask_ptr, mask1_ptr, mask2_ptr, factor: tl.float64, rows, columns, rank,
-    chunk, parts, x_row, t_column, t_rank, out_row, out_rank,
-    INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
+def _thin(
+    out_ptr, x_ptr, t_ptr, t1_ptr, t2_ptr, mask_ptr, mask1_ptr, mask2_ptr, factor: tl.float64, across, along, rank,
+    chunk, parts, x_across, x_along, t_along, t_rank, out_across, out_rank,
+    INDEX: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(rows, ROWS)
+    blocks = tl.cdiv(across, ACROSS)
     program = tl.program_id(0).to(INDEX)
     first = program // blocks
-    row = program % blocks * ROWS + tl.arange(0, ROWS)
+    i = program % blocks * ACROSS + tl.arange(0, ACROSS)
     j = tl.arange(0, RANK)
     start = first * chunk
-    stop = tl.minimum(start + chunk, columns)
-    total = tl.full((ROWS, RANK), 0.0, tl.float32)
+    stop = tl.minimum(start + chunk, along)
+    total = tl.full((ACROSS, RANK), 0.0, tl.float32)
     total1, total2 = total, total
-    for begin in range(start, stop, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)
-        place = row[:, None] * x_row + column[None, :]
-        inside = (row < rows)[:, None] & (column < stop)[None, :]
-        of_t = column[:, None] * t_column + j[None, :] * t_rank
-        inside_of_t = (column < stop)[:, None] & (j < rank)[None, :]
+    for begin in range(start, stop, ALONG):
+        k = begin + tl.arange(0, ALONG)
+        # Of columns a transposed tile, not the transpose of one: with a mask the compiler would not load ahead.
+        place = i[:, None] * x_across + k[None, :] * x_along
+        inside = (i < across)[:, None] & (k < stop)[None, :]
+        of_t = k[:, None] * t_along + j[None, :] * t_rank
+        inside_of_t = (k < stop)[:, None] & (j < rank)[None, :]
         x = tl.load(x_ptr + place, mask=inside, other=0.0)
-        total = _thin(x, mask_ptr, place, inside, t_ptr, of_t, inside_of_t, total, SPLIT)
+        total = _added(x, mask_ptr, place, inside, t_ptr, of_t, inside_of_t, total, SPLIT)
         if t1_ptr is not None:
-            total1 = _thin(x, mask1_ptr, place, inside, t1_ptr, of_t, inside_of_t, total1, SPLIT)
+            total1 = _added(x, mask1_ptr, place, inside, t1_ptr, of_t, inside_of_t, total1, SPLIT)
         if t2_ptr is not None:
-            total2 = _thin(x, mask2_ptr, place, inside, t2_ptr, of_t, inside_of_t, total2, SPLIT)
-    size = tl.cast(rows, INDEX) * rank
-    out_ptr += first * parts * size + row[:, None] * out_row + j[None, :] * out_rank
-    _store_thin(out_ptr, t1_ptr, t2_ptr, total, total1, total2, factor, size, row < rows, j < rank)
-
-
-@triton.jit
-def _columns(
-    out_ptr, x_ptr, t_ptr, t1_ptr, t2_ptr, mask_ptr, mask1_ptr, mask2_ptr, factor: tl.float64, rows, columns, rank,
-    chunk, parts, x_row, t_row, t_rank, out_column, out_rank,
-    INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    blocks = tl.cdiv(columns, COLUMNS)
-    program = tl.program_id(0).to(INDEX)
-    first = program // blocks
-    column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
-    j = tl.arange(0, RANK)
-    start = first * chunk
-    stop = tl.minimum(start + chunk, rows)
-    total = tl.full((COLUMNS, RANK), 0.0, tl.float32)
-    total1, total2 = total, total
-    for begin in range(start, stop, ROWS):
-        row = begin + tl.arange(0, ROWS)
-        # A transposed tile, not the transpose of one: with a mask the compiler would not load ahead.
-        place = column[:, None] + row[None, :] * x_row
-        inside = (column < columns)[:, None] & (row < stop)[None, :]
-        of_t = row[:, None] * t_row + j[None, :] * t_rank
-        inside_of_t = (row < stop)[:, None] & (j < rank)[None, :]
-        x = tl.load(x_ptr + place, mask=inside, other=0.0)
-        total = _thin(x, mask_ptr, place, inside, t_ptr, of_t, inside_of_t, total, SPLIT)
-        if t1_ptr is not None:
-            total1 = _thin(x, mask1_ptr, place, inside, t1_ptr, of_t, inside_of_t, total1, SPLIT)
-        if t2_ptr is not None:
-            total2 = _thin(x, mask2_ptr, place, inside, t2_ptr, of_t, inside_of_t, total2, SPLIT)
-    size = tl.cast(columns, INDEX) * rank
-    out_ptr += first * parts * size + column[:, None] * out_column + j[None, :] * out_rank
-    _store_thin(out_ptr, t1_ptr, t2_ptr, total, total1, total2, factor, size, column < columns, j < rank)
-
-
-@triton.jit
-def _store_thin(out_ptr, t1_ptr, t2_ptr, total, total1, total2, factor, size, inside, inside_rank):
-    """The products, each ``size`` elements after the one before."""
-    mask = inside[:, None] & inside_rank[None, :]
-    tl.store(out_ptr, total * factor, mask=mask)
+            total2 = _added(x, mask2_ptr, place, inside, t2_ptr, of_t, inside_of_t, total2, SPLIT)
+    size = tl.cast(across, INDEX) * rank  # The products follow each other.
+    out_ptr += first * parts * size + i[:, None] * out_across + j[None, :] * out_rank
+    of_out = (i < across)[:, None] & (j < rank)[None, :]
+    tl.store(out_ptr, total * factor, mask=of_out)
     if t1_ptr is not None:
-        tl.store(out_ptr + size, total1 * factor, mask=mask)
+        tl.store(out_ptr + size, total1 * factor, mask=of_out)
     if t2_ptr is not None:
-        tl.store(out_ptr + 2 * size, total2 * factor, mask=mask)
+        tl.store(out_ptr + 2 * size, total2 * factor, mask=of_out)
 
 
 @triton.jit
@@ -240,9 +202,11 @@ def _wide_masked(
     _store_wide(y_ptr, y, bias_ptr, base_ptr, factor, row, column, rows, columns)
 
 
-#: Rows and columns of a tile, and warps of a program.
-BLOCKS: dict[Any, tuple[int, int]] = {_rows: (64, 128), _columns: (64, 64), _wide: (64, 128), _wide_masked: (64, 64)}
-WARPS: dict[Any, int] = {_rows: 4, _columns: 4, _wide: 4, _wide_masked: 4}
+#: Elements of a tile of x across and along the sums of a thin product: of rows, and of columns.
+ROWS_BLOCK, COLUMNS_BLOCK = (64, 128), (64, 64)
+#: Rows and columns of a tile of a wide one.
+WIDE_BLOCKS: dict[Any, tuple[int, int]] = {_wide: (64, 128), _wide_masked: (64, 64)}
+WARPS = 4
 
 # -------------------------------------------------------------------------------------------------------------- kernels
 
@@ -258,33 +222,26 @@ def most_parts(rank: int) -> int:
 
 @lru_cache(KEPT)
 def _thin_kernels(
-    function: Any, factor: float, shape: tuple[int, int, int], parts: int, masked: bool, transposed: bool,
-    strides: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype], device: torch.device,
+    factor: float, shape: tuple[int, int, int], parts: int, masked: bool, transposed: bool, strides: tuple[int, ...],
+    dtypes: tuple[torch.dtype, torch.dtype], device: torch.device,
 ) -> tuple[Producer, ...]:  # fmt: skip
     """``strides`` and ``dtypes`` are those of x and t; ``transposed``: whether the result is."""
-    rows, columns, rank = shape
-    (block_rows, block_columns), warps = BLOCKS[function], WARPS[function]
-    along_rows = function is _columns
-    along, across = (rows, columns) if along_rows else (columns, rows)
+    across, along, rank = shape
+    x_across, x_along, t_along, t_rank = strides
+    block, longest = ROWS_BLOCK if x_along == 1 else COLUMNS_BLOCK
     most = LARGEST_STEP_TOGETHER // triton.next_power_of_2(parts) if parts > 1 else LARGEST_STEP
-    if along_rows:
-        block_rows = min(block_rows, most // _padded(rank))
-    else:
-        block_columns = min(block_columns, most // _padded(rank))
-    step, block = (block_rows, block_columns) if along_rows else (block_columns, block_rows)
+    step = min(longest, most // _padded(rank))
     blocks = cdiv(across, block)
     wanted = cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), blocks)
     chunk = cdiv(cdiv(along, wanted), step) * step
     chunks = cdiv(along, chunk)
-    x_row, t_along, t_rank = strides
     reach = max(
-        extent((rows, columns), (x_row, 1)), extent((along, rank), (t_along, t_rank)),
+        extent((across, along), (x_across, x_along)), extent((along, rank), (t_along, t_rank)),
         chunks * parts * across * rank, along + chunk,
     )  # fmt: skip
     of_out = (1, across) if transposed else (rank, 1)
-    scalars = (factor, *shape, chunk, parts, *strides, *of_out)
-    constants = (index_type(reach), block_rows, block_columns, _padded(rank), dtypes[0] is torch.bfloat16)
-    launch = Launch(function, blocks * chunks, scalars, constants, warps)
+    constants = (index_type(reach), block, step, _padded(rank), dtypes[0] is torch.bfloat16)
+    launch = Launch(_thin, blocks * chunks, (factor, *shape, chunk, parts, *strides, *of_out), constants, WARPS)
     absent = [2 + i for i in range(parts, MOST_PARTS)]
     absent += [2 + MOST_PARTS + i for i in range(parts if masked else 0, MOST_PARTS)]
     one = (rank, across) if transposed else (across, rank)
@@ -302,12 +259,9 @@ def thin_kernels(
     """The kernels of :func:`thin_products` for tensors like these. The first takes the large matrix, the thin ones and
     the masks, a second one what the first has made; the result is (parts, ...), or of one part that one alone."""
     x, t = (large, thin) if large_first else (large.t(), thin.t())
-    function: Any = _rows
-    if x.stride(1) != 1:
-        function, x = _columns, x.t()
-    shape, strides = (*x.shape, t.shape[1]), (x.stride(0), *t.stride())
+    shape, strides = (*x.shape, t.shape[1]), (*x.stride(), *t.stride())
     given = (shape, parts, masked, not large_first, strides, (x.dtype, t.dtype), x.device)
-    return _thin_kernels(function, factor, *given)  # type: ignore[arg-type]
+    return _thin_kernels(factor, *given)  # type: ignore[arg-type]
 
 
 @lru_cache(KEPT)
@@ -323,14 +277,14 @@ def _wide_kernel(
     )  # fmt: skip
     function: Any = _wide_masked if masks else _wide
     rank = ranks // max(masks, 1)
-    block_rows, block_columns = BLOCKS[function]
+    block_rows, block_columns = WIDE_BLOCKS[function]
     split = dtypes[0] is torch.bfloat16 and dtypes[1] is torch.float32
     at_once = min(_padded(rank), MOST_AT_ONCE)
     scalars = (factor, rows, columns, rank, *strides, *((masks,) if masks else ()))
     constants = (index_type(reach), block_rows, block_columns, at_once, split)
     programs = cdiv(rows, block_rows) * cdiv(columns, block_columns)
     chunks = (cdiv(rank, at_once),) if masks else ()
-    launch = Launch(function, programs, scalars, (*constants, *chunks), WARPS[function])
+    launch = Launch(function, programs, scalars, (*constants, *chunks), WARPS)
     absent = [3 + i for i, dtype in enumerate(dtypes[2:]) if dtype is None]
     result = Result.contiguous((rows, columns), dtypes[0])  # type: ignore[arg-type]
     return Producer("wide_product", launch, (result,), device, absent)
