@@ -46,6 +46,33 @@ def _by_classes(input: DTensor, linear_weight: DTensor) -> tuple[DTensor, DTenso
     return moved(input, input.dim() - 1, Replicate()), moved(linear_weight, 1, Shard(0))
 
 
+def _problem_of_classes(shards: Shards, dim: int) -> str | None:
+    """Why classes along a sharded dimension have no rule, None where they have one."""
+    if len(shards.groups(dim)) != 1:
+        return "the classes are sharded; expected one dimension of the mesh for them"
+    if shards.least(dim) == 0:
+        return f"{shards.plan.shape[dim]} classes leave a rank without any"
+    return None
+
+
+def _head_shards(
+    input: DTensor, linear_weight: DTensor, linear_bias: DTensor | None, target: DTensor | None, low_rank: Any,
+    weight: DTensor | None = None,
+) -> Shards:  # fmt: skip
+    """Rows may be sharded, and classes. ``weight`` is one of each class."""
+    if input.dim() == 0 or linear_weight.dim() != 2 or 0 in linear_weight.shape or low_rank is not None:
+        raise NoRuleError("expected an input (..., H), a weight (V, H) and no adapter")
+    if target is not None and target.shape != input.shape[:-1]:
+        raise NoRuleError(f"expected a class for each row of {tuple(input.shape)}, but got {tuple(target.shape)}")
+    given = (*_by_classes(input, linear_weight), linear_bias, target, weight)
+    shards = Shards(given, (rows, by_class, by_class, rows, by_class), fill=False)
+    last = input.dim() - 1
+    problem = _problem_of_classes(shards, last) if shards.groups(last) else None
+    if problem is not None:
+        raise NoRuleError(problem)
+    return shards
+
+
 # ---- the loss --------------------------------------------------------------------------------------------------------
 
 
@@ -55,12 +82,7 @@ def _linear_cross_entropy(
     low_rank: Any, *loss_of: Any,
 ) -> DTensor:  # fmt: skip
     """Rows may be sharded, and classes: then the gradient of the input is Partial."""
-    if linear_weight.dim() != 2 or input.dim() == 0 or target.shape != input.shape[:-1] or low_rank is not None:
-        raise NoRuleError("expected an input (..., H), a weight (V, H), a class for each row and no adapter")
-    input, linear_weight = _by_classes(input, linear_weight)
-    given = (input, linear_weight, linear_bias, target, weight)
-    shards = Shards(given, (rows, by_class, by_class, rows, by_class), fill=False)
-    last = input.dim() - 1
+    last, shards = input.dim() - 1, _head_shards(input, linear_weight, linear_bias, target, low_rank, weight)
     own, own_weight, own_bias, own_target, own_classes = shards.tensors
     if shards.groups(last):
         return _linear_cross_entropy_across(shards, ignore_index, reduction, smoothing, softcap, z_loss, logit_scale)
@@ -92,10 +114,7 @@ def _linear_cross_entropy_across(
     # All ranks have to find the same problem, those without rows, too: the others would wait for them.
     some = own if own.numel() else own.new_empty((*[1] * last, own.shape[-1]))
     of_some = own_target if own.numel() else own_target.new_empty([1] * last)
-    problem = _problem_of_classes(shards, last)
-    if problem is None:
-        rest_of_head = head.Rest(compute, low, logit_scale, None)
-        problem = head.unsupported(some, own_weight, own_bias, of_some, None, rest_of_head)
+    problem = head.unsupported(some, own_weight, own_bias, of_some, None, head.Rest(compute, low, logit_scale, None))
     if own_classes is not None or not 0.0 <= smoothing <= 1.0:
         problem = "the classes are sharded; expected no weights of classes, and a label_smoothing from 0 to 1"
     elif problem is None and compute is torch.float16:
@@ -119,33 +138,7 @@ def _linear_cross_entropy_across(
     return part if reduction == SUM else dtensor.summed(part)
 
 
-def _problem_of_classes(shards: Shards, dim: int) -> str | None:
-    """Why classes along a sharded dimension have no rule, None where they have one."""
-    if len(shards.groups(dim)) != 1:
-        return "the classes are sharded; expected one dimension of the mesh for them"
-    if shards.least(dim) == 0:
-        return f"{shards.plan.shape[dim]} classes leave a rank without any"
-    return None
-
-
 # ---- log-probabilities and the largest scores ------------------------------------------------------------------------
-
-
-def _head_shards(
-    input: DTensor, linear_weight: DTensor, linear_bias: DTensor | None, target: DTensor | None, low_rank: Any
-) -> Shards:
-    """Rows may be sharded, and classes."""
-    if input.dim() == 0 or linear_weight.dim() != 2 or 0 in linear_weight.shape or low_rank is not None:
-        raise NoRuleError("expected an input (..., H), a weight (V, H) and no adapter")
-    if target is not None and target.shape != input.shape[:-1]:
-        raise NoRuleError(f"expected a class for each row of {tuple(input.shape)}, but got {tuple(target.shape)}")
-    input, linear_weight = _by_classes(input, linear_weight)
-    shards = Shards((input, linear_weight, linear_bias, target), (rows, by_class, by_class, rows), fill=False)
-    last = input.dim() - 1
-    problem = _problem_of_classes(shards, last) if shards.groups(last) else None
-    if problem is not None:
-        raise NoRuleError(problem)
-    return shards
 
 
 def _linear_log_prob(
@@ -153,7 +146,7 @@ def _linear_log_prob(
     softcap: float, logit_scale: float, low_rank: Any,
 ) -> tuple[DTensor, DTensor]:  # fmt: skip
     last, shards = input.dim() - 1, _head_shards(input, linear_weight, linear_bias, target, low_rank)
-    own, own_weight, own_bias, own_target = shards.tensors
+    own, own_weight, own_bias, own_target, _ = shards.tensors
     if shards.groups(last) and own.numel():
         found = _log_prob_across(shards, ignore_index, softcap, logit_scale)
     elif own.numel() == 0:
@@ -171,7 +164,7 @@ def _log_prob_across(shards: Shards, ignore_index: int, softcap: float, logit_sc
 
     A row all of whose logits on one rank are -inf is NaN.
     """
-    own, own_weight, own_bias, target = shards.tensors
+    own, own_weight, own_bias, target, _ = shards.tensors
     last = len(shards.plan.shape) - 1
     groups = shards.groups(last)
     kept = target != ignore_index
@@ -208,7 +201,7 @@ def _linear_topk(
     if dispatch.wants_gradient(input, linear_weight, linear_bias):
         raise NoRuleError("autograd is to record it; its gradient takes the whole logits")
     last, shards = input.dim() - 1, _head_shards(input, linear_weight, linear_bias, None, low_rank)
-    own, own_weight, own_bias, _ = shards.tensors
+    own, own_weight, own_bias, *_ = shards.tensors
     if shards.groups(last) and not (isinstance(k, int) and 1 <= k <= shards.least(last)):
         raise NoRuleError(f"k is {k}; expected 1 to {shards.least(last)}, the number of classes of the last rank")
     found: tuple[Tensor, Tensor]
