@@ -131,8 +131,8 @@ class Part:
         bias, products = terms.products[0][:-2], [product[-2:] for product in terms.products]
         steps: list[Operation] = []
         for some in passes(terms.thin, self.values):
-            given = (*bias, *(Value(step.makes[0]) for step in steps[-1:]))
-            steps += self.wide(some, y.dtype, given, len(bias), f"{rows}_{len(steps)}")
+            base = tuple(Value(step.makes[0]) for step in steps[-1:])
+            steps += self.wide(some, y.dtype, bias, base, f"{rows}_{len(steps)}")
             bias = ()
         if not steps:
             function = aten.addmm.default if bias else aten.mm.default
@@ -147,13 +147,10 @@ class Part:
         return steps
 
     def wide(
-        self, terms: Sequence[Term], dtype: torch.dtype, added: tuple[Value, ...], biases: int, name: str
+        self, terms: Sequence[Term], dtype: torch.dtype, bias: tuple[Value, ...], base: tuple[Value, ...], name: str
     ) -> list[Operation]:
-        """One pass over a sum, of thin products without a mask or of some with one.
-
-        Args:
-            added: what else is added: a bias if ``biases`` is 1, and what was summed before.
-        """
+        """One pass over a sum, of thin products without a mask or of some with one, with a bias and what was summed
+        before if there is such."""
         steps: list[Operation] = []
 
         def value(function: Any, args: tuple[Any, ...], shape: tuple[int, ...], part: str) -> Value:
@@ -175,13 +172,13 @@ class Part:
             rank, columns = sum(shape[1] for shape in shapes), self.values[b.name].shape[1]
             u = value(aten.cat.default, (us, 1), (shapes[0][0], rank), f"{name}_u")
             b = value(aten.cat.default, (bs,), (rank, columns), f"{name}_b")
-        of = {each: self.values[each.name] for each in (u, b, *added)}
-        bias, base = (next((of[each] for each in some), None) for some in (added[:biases], added[biases:]))
         masks = [mask for mask in masks if mask is not None]
-        kernel = wide_kernel(of[u], of[b], factor, dtype, bias, base, len(masks))
+        of_u, of_b = (self.values[each.name] for each in (u, b))
+        of_bias, of_base = (self.values[each[0].name] if each else None for each in (bias, base))
+        kernel = wide_kernel(of_u, of_b, factor, dtype, of_bias, of_base, len(masks))
         with self.fake:
             self.values[name] = kernel.results[0].empty(kernel.device)
-        args = (u, b, *added, *all_parts(masks))
+        args = (u, b, *bias, *base, *all_parts(masks))
         return [*steps, Operation(kernel, args, {}, (name,), single=False, effect=False)]
 
     def collect(
