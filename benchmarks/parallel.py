@@ -22,15 +22,18 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import fastlayers
 from benchmarks.environment import environment, version
 from benchmarks.networks.language import LLAMA
-from benchmarks.networks.modes import COMPILED, compiled, prepare
+from benchmarks.networks.modes import COMPILED, GRAPHED, PATCHED, compiled, prepare
 from benchmarks.report import Line, caption, markdown_table, print_table
 from benchmarks.result_file import rounded, write
 from fastlayers import functional
 
 HEADS = ("step", "what")
-MODES = {"eager": "stock", "compile": "torch.compile", "fastlayers": "fastlayers"}
+MODES = {
+    "eager": "stock", "compile": "torch.compile", "fastlayers": "fastlayers", "fastlayers_graph": "fastlayers, graphs",
+}  # fmt: skip
 GPUS = 2
 #: Steps before those that are timed, which train and so give a curve of losses, and timed ones: forward and backward.
 WARM, TIMED = 6, 7
@@ -49,7 +52,7 @@ class Job:
     kind: str
     labels: tuple[str, str]
     bar: dict[str, float]
-    modes: tuple[str, ...] = tuple(MODES)
+    modes: tuple[str, ...] = ("eager", "compile", "fastlayers")
 
 
 LLAMA_STEP = f"{LLAMA.title}, {LLAMA.shape()} tokens"
@@ -60,7 +63,7 @@ JOBS = (
         {"eager": 0.6},
         ("eager", "fastlayers"),
     ),
-    Job("tensor", (LLAMA_STEP, "tensor and sequence parallel"), {"eager": 0.85, "compile": 0.85}),
+    Job("tensor", (LLAMA_STEP, "tensor and sequence parallel"), {"eager": 0.85, "compile": 0.85}, tuple(MODES)),
     Job("fsdp", (f"{LLAMA_STEP} on each GPU", "FSDP2"), {"eager": 0.8}),
 )
 
@@ -184,6 +187,8 @@ def network_step(kind: str, mode: str, device: torch.device, seed: int = 0) -> C
             layer.compile(dynamic=False, **COMPILED[mode])
     else:
         model = compiled(model, mode)
+    if mode in GRAPHED:
+        fastlayers.graph_model(model)
     torch.manual_seed(1 if kind == "tensor" else 1 + dist.get_rank())
     batch = NETWORK.example(device)
 
@@ -279,11 +284,13 @@ def run(path: Path, only: tuple[str, ...], report: Callable[[str], None]) -> Non
 
 def verdict(row: Row) -> tuple[str, str]:
     bar = next(job.bar for job in JOBS if job.kind == row["kind"])
-    own, parts, missed = row["modes"].get("fastlayers", {}), [], False
-    if "ms" not in own:
+    ours = [own for mode in PATCHED if "ms" in (own := row["modes"].get(mode, {}))]
+    parts, missed = list[str](), False
+    if not ours:
         return "failed", "bad"
+    own = min(ours, key=lambda own: own["ms"])
     for mode, stock in row["modes"].items():
-        if mode == "fastlayers" or "ms" not in stock:
+        if mode in PATCHED or "ms" not in stock:
             continue
         share = own["ms"] / stock["ms"]
         missed |= share > bar.get(mode, share)

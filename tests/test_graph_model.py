@@ -386,8 +386,9 @@ def test_parameters_that_move_before_a_backward():
             raise AssertionError("the graph was replayed")
 
     capture = Replayed(
-        state=State(model, x.device), places=[], present=type(model).forward, autocast=autocast_state(), stale=""
-    )
+        state=State(model, x.device), places=[], present=type(model).forward, autocast=autocast_state(), stale="",
+        communicates=False,
+    )  # fmt: skip
     (out,) = Replay.apply(capture, Call(model, pattern, []), given, *parameters)
     with torch.no_grad():
         for p in parameters:

@@ -30,8 +30,9 @@ def graph_model(model: nn.Module, *, warmup: int = 3, max_graphs: int = 8) -> nn
     whatever else Python would do in a call, such as printing.
 
     Uncaptured are, among others, calls that wait for the GPU (``.item()``), draw random numbers on the CPU, change
-    attributes of modules, communicate with other processes, have hooks on modules or arguments other than tensors and
-    plain values, and those inside of ``torch.func`` transforms or of a checkpoint that keeps what autograd saves.
+    attributes of modules, communicate with other processes otherwise than by torch's tensor parallelism, have hooks on
+    modules or arguments other than tensors and plain values, and those inside of ``torch.func`` transforms or of a
+    checkpoint that keeps what autograd saves.
 
     Args:
         model: any module.

@@ -17,6 +17,7 @@ from fastlayers.graphs.gradients import Gradients
 from fastlayers.graphs.pool import Call, Pool, in_one_segment
 from fastlayers.graphs.state import State, UncapturedError, begun_collectives
 from fastlayers.ops.dispatch import PLAIN
+from fastlayers.ops.dtensor import Whole, differentiable_shard_of, shard_of
 from fastlayers.patching.rewrite.regions import Flat, autocast_as, autocast_state, drawing, random_state, unflatten
 from fastlayers.patching.rewrite.results import OpaqueError, Taken, put_together, take_apart, tensors_in
 
@@ -104,7 +105,10 @@ class Capture:
                     self._capture_backward(parameters, leaves, used)
             finally:
                 torch.clear_autocast_cache()
-        if begun_collectives() != begun:  # Those of a forward were seen before; a backward may have others.
+        #: Whether a replay sends to other processes, or waits for them.
+        self.communicates = begun_collectives() != begun
+        if self.communicates and not state.is_parallel:
+            # Those of a forward were seen before; a backward may have others.
             raise UncapturedError(COMMUNICATES)
         self.memory = torch.cuda.memory_reserved(self.device) - before
 
@@ -117,12 +121,15 @@ class Capture:
         self._forward: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
         with captured(self._forward, self.device, self.pool):
             out = self.present(module, *args, **(kwargs or {}))
-        results = Taken()
-        try:
-            self._parts = take_apart(out, results)
-        except OpaqueError as error:
-            raise UncapturedError(str(error)) from None
-        self.results: list[Tensor] = results
+            results = Taken()
+            try:
+                self._parts = take_apart(out, results)
+            except OpaqueError as error:
+                raise UncapturedError(str(error)) from None
+            #: What the results are, of which the graphs have the shards of this rank.
+            self._wholes = [Whole.of(t) for t in results]
+            self.results: list[Tensor] = [differentiable_shard_of(t) for t in results]
+            del results
         self._check(self.results, module)
         self._active = [t.requires_grad for t in self.results]
 
@@ -133,7 +140,7 @@ class Capture:
             if type(t) not in PLAIN or t.device != self.device:
                 raise UncapturedError(f"it returns a {type(t).__name__} on {t.device}")
         memory = [storage(t) for t in results]
-        others = {storage(t) for t in (*self.inputs, *module.parameters(), *module.buffers())}
+        others = {storage(shard_of(t)) for t in (*self.inputs, *module.parameters(), *module.buffers())}
         if len(set(memory)) < len(memory) or not others.isdisjoint(memory):
             raise UncapturedError("a result shares memory with another one, an argument or a parameter")
 
@@ -147,12 +154,15 @@ class Capture:
         wanted = [*(self.inputs[i] for i in places), *leaves]
         grads: Sequence[Tensor | None] = [None] * len(wanted)
         self._backward = torch.cuda.CUDAGraph()
+        self._whole_grads: list[Whole | None] = []
         if self.used:
             results = [self.results[i] for i in self.used]
             # What autograd kept stays, so that no other graph that is captured into the same memory writes there.
             keep = self.pool.shared
             with captured(self._backward, self.device, self.pool):
                 grads = torch.autograd.grad(results, wanted, self._dys, retain_graph=keep, allow_unused=True)
+                self._whole_grads = [Whole.of(grad) for grad in grads if grad is not None]
+                grads = [None if grad is None else shard_of(grad) for grad in grads]
             self._kept = [t.grad_fn for t in results] if keep else []
             # One that is a view would keep the tensor that it is a view of, and seem to share its memory.
             grads = [None if grad is None else grad.detach() for grad in grads]
@@ -192,12 +202,16 @@ class Capture:
             torch._foreach_copy_(self.inputs, list(given))
         self.replays += 1
         if not any(self._active):
-            return put_together(self._parts, self.forward())
+            return self._put_together(self.forward())
         call = Call(module, pattern, random_state(given) if self._draws else [])
         self._pending = ref(call)
         self.pool.expect(self._number, call)
         wanted = *(given[i] for i in self.places), *self._parameters
-        return put_together(self._parts, Replay.apply(self, call, given, *wanted))
+        return self._put_together(Replay.apply(self, call, given, *wanted))
+
+    def _put_together(self, shards: Sequence[Tensor]) -> Any:
+        results = [t if whole is None else whole.of_shard(t) for t, whole in zip(shards, self._wholes, strict=True)]
+        return put_together(self._parts, results)
 
     def __del__(self) -> None:
         """Wait for the GPU before the memory of the graphs may be given back.
@@ -236,7 +250,8 @@ class Capture:
                 else:
                     static.copy_(dy)
             self._backward.replay()
-            return self._gradients.hand_out()
+            grads = self._gradients.hand_out()
+        return [t if whole is None else whole.of_shard(t) for t, whole in zip(grads, self._whole_grads, strict=True)]
 
 
 class Replay(torch.autograd.Function):
@@ -274,6 +289,12 @@ class Replay(torch.autograd.Function):
 def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The gradients by a second forward, uncaptured."""
     capture, call = ctx.capture, ctx.call
+    if capture.communicates:
+        reason = capture.stale or "another call or backward came in between"
+        raise RuntimeError(
+            f"{reason}: the forward of a graphed module would have to run again, and it communicates with other"
+            " processes, which might not run it. Call fastlayers.ungraph_model(model) before such a call"
+        )
     tensors = ctx.saved_tensors
     given, wanted = tensors[: ctx.count], tensors[ctx.count :]
     module = call.module()
@@ -286,7 +307,7 @@ def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         args, kwargs = (unflatten(part, flat) for part in call.pattern)
         with autocast_as(capture.autocast), drawing(call.random, given):  # The backward may be outside of it.
             out = capture.present(module, *args, **(kwargs or {}))
-    results = tensors_in(out)
+    results = [differentiable_shard_of(t) for t in tensors_in(out)]
     chosen = [i for i, dy in enumerate(dys) if dy is not None]
     parameters = wanted[len(capture.places) :]
     return torch.autograd.grad(

@@ -187,7 +187,7 @@ class Graphs:
         trains = any(t.requires_grad for t in results)
         if counter.count * (WITH_BACKWARD if trains else 1) < LEAST:
             self.turn_off(signature, module, f"too small: {counter.count} operations", inside=False)
-        elif counter.communicates:
+        elif counter.communicates and not state.is_parallel:
             self.turn_off(signature, module, COMMUNICATES)
         elif counter.copies:
             self.turn_off(signature, module, "copies a tensor of the CPU")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 
 from fastlayers.ops.dispatch import PLAIN, Mode
+from fastlayers.ops.dtensor import dtensor_class, dtensor_handlers, is_dtensor, shard_of
 from fastlayers.patching.capture.lookups import package, parts_of
 from fastlayers.patching.rewrite.regions import attentions
 from fastlayers.patching.rewrite.tape import communicates
@@ -72,26 +73,31 @@ class State:
             note_containers(value, found)
         for cls in classes:
             copyreg._slotnames(cls)  # type: ignore[attr-defined]  # The first copy of an object would add them.
-        #: What may be changed: containers, and the members of classes and of torch.nn.functional.
-        self.dicts = [*found.values(), *map(vars, classes), vars(F)]
+        #: What may be changed: containers, the members of classes and of torch.nn.functional, and what DTensors call,
+        #: which ``loss_parallel`` changes.
+        self.dicts = [*found.values(), *map(vars, classes), vars(F), *dtensor_handlers()]
         self.copies = [value.copy() for value in self.dicts]
         self.hooks = [*GLOBAL_HOOKS, *(vars(each)[name] for each in modules for name in HOOKS)]
+        self.known_hooks = [*map(dict, self.hooks)]
         self.inner = modules[1:]
         self.kinds = [*map(type, self.inner)]
         self.tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
+        #: Whether torch's tensor parallelism has placed some of the parameters.
+        self.is_parallel = any(map(is_dtensor, self.tensors))
         for name, t in (*module.named_parameters(), *module.named_buffers()):
-            if type(t) not in PLAIN:
+            if type(shard_of(t)) not in PLAIN:
                 raise UncapturedError(f"{name} is a {type(t).__name__}")
             if t.device != device:
                 raise UncapturedError(f"{name} is on {t.device}, the inputs are on {device}")
         for each in modules:
-            if any(vars(each)[name] for name in HOOKS):
+            if not all(is_parallel(hook) for name in HOOKS for hook in vars(each)[name].values()):
                 raise UncapturedError(f"a {type(each).__name__} has hooks")
         if any(GLOBAL_HOOKS):
             raise UncapturedError("hooks on all modules")
-        self.addresses = [t.data_ptr() for t in self.tensors]
+        self.addresses = self.present_addresses()
+        self.trained = [t.requires_grad for t in self.tensors]
         options: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
-        self.guard = TensorGuards(*self.tensors, **options) if self.tensors else None
+        self.guard = TensorGuards(*map(shard_of, self.tensors), **options) if self.tensors else None
         self.flags = GlobalStateGuard()
         self.attentions = attentions()
 
@@ -123,9 +129,10 @@ class State:
             return False
         return (
             same
-            and not any(self.hooks)
+            and [*map(dict, self.hooks)] == self.known_hooks
             and self.is_in_place()
-            and (self.guard is None or self.guard.check(*self.tensors))
+            and (self.guard is None or self.guard.check(*map(shard_of, self.tensors)))
+            and [t.requires_grad for t in self.tensors] == self.trained
             and [*map(type, self.inner)] == self.kinds
             and self.flags.check()
             and attentions() == self.attentions
@@ -133,7 +140,15 @@ class State:
 
     def is_in_place(self) -> bool:
         """Whether parameters and buffers are where they were: FSDP2 gathers its own again for a backward."""
-        return [t.data_ptr() for t in self.tensors] == self.addresses
+        return self.present_addresses() == self.addresses
+
+    def present_addresses(self) -> list[int]:
+        return [shard_of(t).data_ptr() for t in self.tensors]
+
+
+def is_parallel(hook: Any) -> bool:
+    """Whether a hook is torch's, which makes DTensors of arguments and results."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.tensor.")
 
 
 def note_containers(value: Any, found: dict[int, Any], depth: int = 4) -> None:
@@ -186,6 +201,8 @@ class Counter(Mode):
         self.chances: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, dtensor_class()) for each in types):
+            return NotImplemented  # A DTensor calls operations on the shard of this rank, which are seen then.
         out = func(*args, **(kwargs or {}))
         self.communicates |= communicates(func)
         returns = func._schema.returns

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeAlias
@@ -254,6 +255,56 @@ class _FromLocal(torch.autograd.Function):
             gradient = gradient.redistribute(placements=ctx.placements)
         local = gradient.to_local() if torch.is_grad_enabled() else _own(gradient)
         return local, None, None, None, None
+
+
+def dtensor_class() -> Any:
+    """DTensor, or no class: there are none before torch.distributed.tensor is imported."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
+def dtensor_handlers() -> list[dict[Any, Any]]:
+    """The operations that DTensors compute otherwise than torch's rules say, which ``loss_parallel`` changes."""
+    dispatcher = getattr(dtensor_class(), "_op_dispatcher", None)
+    handlers = getattr(dispatcher, "_custom_op_handlers", None)
+    return [handlers] if isinstance(handlers, dict) else []
+
+
+def is_dtensor(t: object) -> bool:
+    return isinstance(t, dtensor_class())
+
+
+def shard_of(t: Tensor) -> Tensor:
+    """What this rank has of a tensor, without a graph: all of a plain one."""
+    if not is_dtensor(t):
+        return t
+    with torch.no_grad():
+        return _own(t)
+
+
+def differentiable_shard_of(t: Tensor) -> Tensor:
+    """What this rank has of a tensor, whose gradient is placed as that of a result is: all of a plain one."""
+    if not is_dtensor(t):
+        return t
+    found: Tensor = t.to_local(grad_placements=of_gradient(t.placements))  # type: ignore[attr-defined]
+    return found
+
+
+class Whole(NamedTuple):
+    """What a DTensor is, apart from the shard of this rank."""
+
+    kind: Any
+    mesh: Any
+    placements: Placements
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, t: Tensor) -> Whole | None:
+        """None of a plain tensor."""
+        return cls(type(t), t.device_mesh, t.placements, tuple(t.shape)) if is_dtensor(t) else None  # type: ignore
+
+    def of_shard(self, local: Tensor) -> DTensor:
+        """The DTensor of which this rank has the shard."""
+        return (_FromLocal.apply if local.requires_grad else _described)(local, *self)
 
 
 def _dense_strides(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:

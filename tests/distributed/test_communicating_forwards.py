@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from processes import run_in_processes
 from torch import nn
 from torch.distributed import _functional_collectives as functional_collectives
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from fastlayers import patch_model
+from fastlayers.graphs.state import Counter, State, UncapturedError
+from fastlayers.ops.dtensor import Whole, differentiable_shard_of, shard_of
 from fastlayers.patching.rewrite.regions import Region
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 
@@ -183,3 +185,61 @@ def check_all(rank):
 @pytest.mark.slow
 def test_forwards_that_communicate(tmp_path):
     run_in_processes(check_all, WORLD, tmp_path)
+
+
+def parallel_mlp() -> nn.Module:
+    mesh = dist.init_device_mesh("cpu", (WORLD,))
+    mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+    return parallelize_module(mlp, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def check_the_state_of_a_parallel_module(rank: int) -> None:
+    module = parallel_mlp()
+    state = State(module, torch.device("cpu"))
+    assert state.is_parallel
+    assert state.holds()
+    with loss_parallel():  # changes what DTensors compute
+        assert not state.holds()
+    weight = module[0].weight.requires_grad_(False)
+    assert not state.holds()
+    weight.requires_grad_(True)
+    hook = module[0].register_forward_hook(lambda *args: None)
+    assert not state.holds()
+    with pytest.raises(UncapturedError, match="hooks"):
+        State(module, torch.device("cpu"))
+    hook.remove()
+    assert state.holds()
+    with Counter() as counter:
+        module(torch.randn(4, WIDTH))
+    assert counter.communicates
+    assert counter.count > 3
+    assert not State(nn.Linear(2, 2), torch.device("cpu")).is_parallel
+
+
+def test_the_state_of_a_parallel_module(tmp_path):
+    """What a graph of its calls takes for granted."""
+    run_in_processes(check_the_state_of_a_parallel_module, WORLD, tmp_path)
+
+
+def check_shards_and_wholes(rank: int) -> None:
+    """The gradient of a shard is placed as that of a result is."""
+    mesh = dist.init_device_mesh("cpu", (WORLD,))
+    x = torch.arange(6.0).view(3, 2)
+    for placement in (Shard(0), Replicate(), Partial()):
+        whole = DTensor.from_local(
+            x[: 2 - rank] if placement == Shard(0) else x, mesh, [placement], shape=(3, 2), stride=(2, 1)
+        )
+        leaf = whole.detach().requires_grad_()
+        shard = differentiable_shard_of(leaf)
+        again = Whole.of(leaf).of_shard(shard * 3)
+        assert (again.placements, again.shape) == (leaf.placements, leaf.shape)
+        again.square().sum().backward() if placement != Partial() else again.full_tensor().sum().backward()
+        full = whole.full_tensor()
+        expected = 18 * full if placement != Partial() else torch.full_like(full, 3.0)
+        assert torch.equal(leaf.grad.full_tensor(), expected)
+        assert Whole.of(shard) is None
+        assert shard_of(leaf).data_ptr() == leaf.to_local().data_ptr()
+
+
+def test_shards_and_wholes(tmp_path):
+    run_in_processes(check_shards_and_wholes, WORLD, tmp_path)

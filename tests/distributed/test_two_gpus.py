@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from processes import losses_of, run_in_processes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -142,8 +143,54 @@ def check_graphs(rank: int) -> None:
     (reason,) = (row.reason for row in graph_report(model) if row.fqn == "")
     assert "communicates with other processes" in reason
     assert not replays(check(lambda: Net().cuda(), sharded, batches))
-    assert not replays(check(tensor_parallel, lambda model: model, rows(0)))
+    model = check(tensor_parallel, lambda model: model, rows(0))
+    assert {*replays(model)} == {""}
+    x = rows(0)[0].requires_grad_()
+    out = model(x)
+    (dx,) = torch.autograd.grad(out.square().mean(), x, retain_graph=True)
+    assert dx.isfinite().all()
+    # A second backward would need what the graph has overwritten, and a process alone must not run the forward again.
+    with pytest.raises(RuntimeError, match="communicates with other processes"):
+        out.square().mean().backward()
 
 
 def test_graphs(tmp_path):
     on_two_gpus(check_graphs, tmp_path)
+
+
+def check_graphs_of_a_language_model(rank: int) -> None:
+    """Sequence parallelism, and a loss of sharded classes in the forward: results and gradients are DTensors."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from benchmarks.parallel import parallelize
+
+    mesh = dist.init_device_mesh("cuda", (2,))
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    stock = LlamaForCausalLM(config).cuda()
+    graphed = patch_model(copy.deepcopy(stock))
+    for model in (stock, graphed):
+        parallelize(model, mesh)
+    graph_model(graphed)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in (stock, graphed)]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        tokens = torch.randint(256, (2, 32), generator=generator).cuda()
+        losses = []
+        for model, optimizer in zip((stock, graphed), optimizers, strict=True):
+            optimizer.zero_grad()
+            with loss_parallel():
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+            optimizer.step()
+            losses.append(loss.full_tensor() if isinstance(loss, DTensor) else loss)
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+    assert {*replays(graphed)} == {""}
+
+
+def test_graphs_of_a_language_model(tmp_path):
+    pytest.importorskip("transformers")
+    on_two_gpus(check_graphs_of_a_language_model, tmp_path)
