@@ -210,38 +210,43 @@ def network_step(kind: str, mode: str, device: torch.device, seed: int = 0) -> C
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
+def measured(job: Job, mode: str, device: torch.device) -> Row:
+    step = loss_step(mode, device) if job.kind == "loss" else network_step(job.kind, mode, device)
+    losses, seconds = [], []
+    for i in range(WARM + TIMED):
+        if i == WARM:
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+            counted = fallbacks()
+        dist.barrier()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        loss = step(i < WARM)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+        losses.append(loss.item())
+    row: Row = {
+        "ms": rounded(1e3 * statistics.median(seconds[WARM:])),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "losses": losses,
+        "fallbacks": fallbacks() - counted,
+    }
+    if mode == "eager" and job.kind != "loss":
+        del step, loss
+        gc.collect()
+        other = network_step(job.kind, mode, device, seed=1)
+        row["losses_of_another_seed"] = [other(True).item() for _ in range(WARM)]
+    return row
+
+
 def measure(rank: int, index: int, mode: str, folder: str) -> None:
     """What one process does. The first one writes what it measured."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=GPUS, device_id=device)
     try:
-        job = JOBS[index]
-        step = loss_step(mode, device) if job.kind == "loss" else network_step(job.kind, mode, device)
-        losses, seconds = [], []
-        for i in range(WARM + TIMED):
-            if i == WARM:
-                gc.collect()
-                torch.cuda.reset_peak_memory_stats()
-                counted = fallbacks()
-            dist.barrier()
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            loss = step(i < WARM)
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - started)
-            losses.append(loss.item())
-        row: Row = {
-            "ms": rounded(1e3 * statistics.median(seconds[WARM:])),
-            "peak_bytes": torch.cuda.max_memory_allocated(),
-            "losses": losses,
-            "fallbacks": fallbacks() - counted,
-        }
-        if mode == "eager" and job.kind != "loss":
-            del step, loss
-            gc.collect()
-            other = network_step(job.kind, mode, device, seed=1)
-            row["losses_of_another_seed"] = [other(True).item() for _ in range(WARM)]
+        row = measured(JOBS[index], mode, device)
+        gc.collect()  # Graphs with collectives inside have to go before the group does.
         if rank == 0:
             Path(folder, "row.json").write_text(json.dumps(row))
     finally:
