@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 
-from fastlayers.ops.dispatch import PLAIN, Mode
-from fastlayers.ops.dtensor import dtensor_class, dtensor_handlers, is_dtensor, shard_of
+from fastlayers.ops.dispatch import PLAIN, Mode, is_dtensor
+from fastlayers.ops.dtensor import handlers, shard_of
 from fastlayers.patching.capture.lookups import package, parts_of
 from fastlayers.patching.rewrite.regions import attentions
 from fastlayers.patching.rewrite.tape import communicates
@@ -75,7 +75,7 @@ class State:
             copyreg._slotnames(cls)  # type: ignore[attr-defined]  # The first copy of an object would add them.
         #: What may be changed: containers, the members of classes and of torch.nn.functional, and what DTensors call,
         #: which ``loss_parallel`` changes.
-        self.dicts = [*found.values(), *map(vars, classes), vars(F), *dtensor_handlers()]
+        self.dicts = [*found.values(), *map(vars, classes), vars(F), *handlers()]
         self.copies = [value.copy() for value in self.dicts]
         self.hooks = [*GLOBAL_HOOKS, *(vars(each)[name] for each in modules for name in HOOKS)]
         self.known_hooks = [*map(dict, self.hooks)]
@@ -201,7 +201,7 @@ class Counter(Mode):
         self.chances: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, dtensor_class()) for each in types):
+        if any(each.__name__ == "DTensor" for each in types):
             return NotImplemented  # A DTensor calls operations on the shard of this rank, which are seen then.
         out = func(*args, **(kwargs or {}))
         self.communicates |= communicates(func)

@@ -257,25 +257,17 @@ class _FromLocal(torch.autograd.Function):
         return local, None, None, None, None
 
 
-def dtensor_class() -> Any:
-    """DTensor, or no class: there are none before torch.distributed.tensor is imported."""
-    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-
-
-def dtensor_handlers() -> list[dict[Any, Any]]:
+def handlers() -> list[dict[Any, Any]]:
     """The operations that DTensors compute otherwise than torch's rules say, which ``loss_parallel`` changes."""
-    dispatcher = getattr(dtensor_class(), "_op_dispatcher", None)
-    handlers = getattr(dispatcher, "_custom_op_handlers", None)
-    return [handlers] if isinstance(handlers, dict) else []
-
-
-def is_dtensor(t: object) -> bool:
-    return isinstance(t, dtensor_class())
+    module = sys.modules.get("torch.distributed.tensor")
+    dispatcher = getattr(getattr(module, "DTensor", None), "_op_dispatcher", None)
+    found = getattr(dispatcher, "_custom_op_handlers", None)
+    return [found] if isinstance(found, dict) else []
 
 
 def shard_of(t: Tensor) -> Tensor:
     """What this rank has of a tensor, without a graph: all of a plain one."""
-    if not is_dtensor(t):
+    if not dispatch.is_dtensor(t):
         return t
     with torch.no_grad():
         return _own(t)
@@ -283,7 +275,7 @@ def shard_of(t: Tensor) -> Tensor:
 
 def differentiable_shard_of(t: Tensor) -> Tensor:
     """What this rank has of a tensor, whose gradient is placed as that of a result is: all of a plain one."""
-    if not is_dtensor(t):
+    if not dispatch.is_dtensor(t):
         return t
     found: Tensor = t.to_local(grad_placements=of_gradient(t.placements))  # type: ignore[attr-defined]
     return found
@@ -300,7 +292,7 @@ class Whole(NamedTuple):
     @classmethod
     def of(cls, t: Tensor) -> Whole | None:
         """None of a plain tensor."""
-        return cls(type(t), t.device_mesh, t.placements, tuple(t.shape)) if is_dtensor(t) else None  # type: ignore
+        return cls(type(t), t.device_mesh, t.placements, tuple(t.shape)) if dispatch.is_dtensor(t) else None  # type: ignore
 
     def of_shard(self, local: Tensor) -> DTensor:
         """The DTensor of which this rank has the shard."""
