@@ -38,7 +38,7 @@ from fastlayers.ops import dispatch, elementwise, rotary, squeeze_excite
 from fastlayers.patching.reasons import PatchWarning, Refusal
 from fastlayers.patching.rewrite import executors, plan, regions
 from fastlayers.patching.rewrite.executors import Facts, executor_class
-from fastlayers.patching.rewrite.regions import MAX_RECORDINGS, Region, no_regions, region_class
+from fastlayers.patching.rewrite.regions import MAX_RECORDINGS, Region, no_regions, region_class, size_of
 from fastlayers.patching.rewrite.tape import Tape
 
 
@@ -2022,9 +2022,11 @@ def test_which_modules_become_regions(monkeypatch):
         assert len([*whole.modules()]) == size
         assert is_region(fastlayers.patch_model(whole)) is (limit == size)
         inner = fastlayers.patch_model(nn.Sequential(nn.LayerNorm(8), nn.Sequential(whole, Listed(whole))))[1]
-        assert [*map(is_region, inner)] == [limit == size, False]
-    monkeypatch.setattr(plan, "MAX_MODULES", size + 2)
-    inner = fastlayers.patch_model(nn.Sequential(nn.LayerNorm(8), nn.Sequential(whole, Listed(whole))))[1]
+        assert [*map(is_region, inner)] == [limit == size, True]  # A list of modules does not count.
+    inner = fastlayers.patch_model(nn.Sequential(nn.LayerNorm(8), nn.Sequential(whole, Listed([*whole, Waves()]))))[1]
+    assert [*map(is_region, inner)] == [False, False]
+    monkeypatch.setattr(plan, "MAX_MODULES", size_of(inner[1]))
+    inner = fastlayers.patch_model(nn.Sequential(nn.LayerNorm(8), nn.Sequential(whole, Listed([*whole, Waves()]))))[1]
     assert [*map(is_region, inner)] == [False, True]
 
 
@@ -2045,7 +2047,7 @@ def test_a_whole_model_that_is_a_region_in_inference_alone(runs, monkeypatch):
     """Its gradients would all come at the end of its backward."""
     torch.manual_seed(0)
     stock = Listed([Waves() for _ in range(4)])
-    monkeypatch.setattr(plan, "MAX_WHOLE", len([*stock.modules()]) - 1)
+    monkeypatch.setattr(plan, "MAX_WHOLE", size_of(stock) - 1)
     model = fastlayers.patch_model(copy.deepcopy(stock))
     root, x = type(model).__fastlayers_region__, tokens(2, 3, 8)
     for _ in range(3):

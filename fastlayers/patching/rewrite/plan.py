@@ -42,7 +42,7 @@ from fastlayers.patching.rewrite.classes import (
 )
 from fastlayers.patching.rewrite.engine import Fused
 from fastlayers.patching.rewrite.forwards import fuse
-from fastlayers.patching.rewrite.regions import FEW_MODULES, region_class
+from fastlayers.patching.rewrite.regions import FEW_MODULES, region_class, size_of
 from fastlayers.patching.rewrite.segments import fuse_segments
 from fastlayers.patching.rules import FOLDING_RULES, graph_rules, module_rules
 from fastlayers.patching.rules.base import ModuleRule
@@ -215,9 +215,10 @@ def add_regions(steps: list[Step], banned: set[int], classes: dict[Any, Any]) ->
         module, original = step.module, original_class(step.module)
         inside = [by_module[id(child)] for child in module.modules()]
         contains = isinstance(module, nn.Sequential) and original.forward is nn.Sequential.forward
-        infers_only = not step.row.fqn and len(inside) > MAX_WHOLE
+        size = size_of(module)
+        infers_only = not step.row.fqn and size > MAX_WHOLE
         if (
-            not 2 <= len(inside) <= (MAX_WHOLE if contains else MAX_MODULES)
+            not 2 <= size <= (MAX_WHOLE if contains else MAX_MODULES)
             or any(other.row.reason in CLOSED or id(other.module) in banned for other in inside)
             or step.row.reason is Reason.NOT_SELECTED
             or "__fastlayers_region__" in vars(type(module))

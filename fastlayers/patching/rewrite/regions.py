@@ -65,6 +65,7 @@ __all__ = [
     "no_regions",
     "random_state",
     "region_class",
+    "size_of",
     "unflatten",
 ]
 
@@ -82,6 +83,8 @@ MAX_SEEN = 4096
 #: that of an MLP of 3 operations took 24 us longer than they do, that of one of 5 13 us: the second number is for calls
 #: without a backward.
 LEAST = {PythonExecutor: (10, 10), NativeExecutor: (3, 6)}
+#: Modules that hold others and have no forward.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 #: What is larger may consist of alike blocks,
 FEW_MODULES = 40
 #: and has so many operations at most, forward and backward: the time of the search for kernels grows with their square.
@@ -245,6 +248,12 @@ def without_repeats(pattern: Any, given: Sequence[Tensor]) -> tuple[Any, list[Te
         return tuple(map(walk, part)) if type(part) is tuple and part is not NONE else part
 
     return walk(pattern), once
+
+
+def size_of(module: nn.Module) -> int:
+    """The number of modules in it, and itself, without those that only hold others: each layer with an adapter of peft
+    has six."""
+    return sum(not isinstance(each, CONTAINERS) for each in module.modules())
 
 
 class Flat:
@@ -637,7 +646,7 @@ class Region:
         execute = executor_class()
         if tape.size(split) + folds < LEAST[execute][not active]:
             raise Refusal(Reason.NOTHING_TO_FUSE, "too small for a region")
-        if len(tape.operations) > MOST and len([*module.modules()]) > FEW_MODULES:
+        if len(tape.operations) > MOST and size_of(module) > FEW_MODULES:
             raise Refusal(Reason.NOTHING_TO_FUSE, "too large for a region")
         names = [tape.name(t) for t in results]
         program = tape.program(split, names, dys, [None if t is None else tape.name(t) for t in gradients])
