@@ -24,7 +24,7 @@ from benchmarks.networks.modes import COMPILED, UnavailableError, compiled, fold
 from benchmarks.networks.network import Batch, Network
 from benchmarks.precompile import share_compiled_code
 from benchmarks.result_file import rounded
-from benchmarks.timing import device_events
+from benchmarks.timing import device_events, peak_bytes
 
 LEARNING_RATE = 1e-4
 LOSSES = 10  # steps whose losses are compared; they are the warm-up of the timed steps
@@ -236,7 +236,7 @@ def timed(
     slow = [place for place, took in enumerate(first, start=1) if 1e3 * took > SLOW * middle]
     found["ready_s"] = round(sum(first[: max(slow, default=0)]), 3)
     if device.type == "cuda":
-        found["peak_bytes"] = torch.cuda.max_memory_allocated(device) + idle_in_graphs(torch.cuda.memory_snapshot())
+        found["peak_bytes"] = peak_bytes(device)
     return found
 
 
@@ -326,12 +326,6 @@ def loops_in_turn(calls: Sequence[Callable[[], Any]], device: torch.device, seco
         for call, taken in zip(calls, durations, strict=True):
             taken += loop(call, device, seconds / TURNS, least=2)
     return [rounded(statistics.median(taken)) for taken in durations]
-
-
-def idle_in_graphs(segments: list[dict[str, Any]]) -> int:
-    """Bytes that CUDA graphs reserve beyond what counts as allocated: nobody else can use them between replays."""
-    of_graphs = (segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
-    return sum(segment["total_size"] - segment["allocated_size"] for segment in of_graphs)
 
 
 def kinds_of(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:

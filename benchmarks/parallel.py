@@ -28,6 +28,7 @@ from benchmarks.networks.language import LLAMA
 from benchmarks.networks.modes import COMPILED, GRAPHED, PATCHED, compiled, prepare
 from benchmarks.report import Line, caption, markdown_table, print_table
 from benchmarks.result_file import rounded, write
+from benchmarks.timing import peak_bytes
 from fastlayers import functional
 
 HEADS = ("step", "what")
@@ -177,9 +178,13 @@ def network_step(kind: str, mode: str, device: torch.device, seed: int = 0) -> C
 
     torch.manual_seed(seed)
     model = NETWORK.build(device).train()
-    prepare(model, mode)
     mesh = init_device_mesh("cuda", (GPUS,))
-    (parallelize if kind == "tensor" else shard)(model, mesh)
+    if kind == "tensor":
+        parallelize(model, mesh)  # before: what a patched forward does itself, a hook would have to be called for
+        prepare(model, mode)
+    else:
+        prepare(model, mode)
+        shard(model, mesh)
     if kind == "tensor" and mode == "compile":
         # As torchtitan does. The backward of the whole model fails in torch 2.11: the gradient of its logits is no
         # DTensor.
@@ -227,7 +232,7 @@ def measured(job: Job, mode: str, device: torch.device) -> Row:
         losses.append(loss.item())
     row: Row = {
         "ms": rounded(1e3 * statistics.median(seconds[WARM:])),
-        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "peak_bytes": peak_bytes(device),
         "losses": losses,
         "fallbacks": fallbacks() - counted,
     }

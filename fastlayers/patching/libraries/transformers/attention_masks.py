@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastlayers.ops.dispatch import is_plain, must_decompose
+from fastlayers.ops.dispatch import is_dtensor, is_plain, must_decompose
 from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
 from fastlayers.patching.capture.syntax import local_names, parse
 from fastlayers.patching.libraries.adapters import RewrittenModel
@@ -79,7 +79,8 @@ def attention_mask(library: Library, create: Any, counted: Any, *args: Any, **kw
     if torch.compiler.is_compiling():
         for_every_length = torch.compiler._is_exporting_flag
     else:
-        for_every_length = must_decompose() or not is_plain(kwargs.get("inputs_embeds"))
+        embeds = kwargs.get("inputs_embeds")
+        for_every_length = must_decompose() or not (is_plain(embeds) or is_dtensor(embeds))
     if not for_every_length and not args and is_needless(library, create, counted, **kwargs):
         return None
     return create(*args, **kwargs)

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 from fastlayers import functional
 from fastlayers.modules import FusedCrossEntropyLoss
+from fastlayers.ops.dispatch import is_dtensor
 from fastlayers.ops.head import autocast_dtype
 from fastlayers.ops.reference import LOW_PRECISION
 from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
@@ -245,7 +246,8 @@ def token_loss(
     if isinstance(source, DeferredLogits):
         scores, cross_entropy = source.rows, source.cross_entropy
     else:
-        scores = source if type(source) is Tensor and source.device.type in DEVICES else source.float()
+        kept = (type(source) is Tensor or is_dtensor(source)) and source.device.type in DEVICES
+        scores = source if kept else source.float()
         cross_entropy = functools.partial(functional.cross_entropy, scores)
     reduction = "mean" if num_items_in_batch is None else "sum"
     with float32_result(scores):
