@@ -266,7 +266,7 @@ def fallbacks() -> int:
 
 
 def run(path: Path, only: tuple[str, ...], report: Callable[[str], None]) -> None:
-    """Measure the jobs, and write the file after each."""
+    """Measure the jobs in their modes, and write the file after each."""
     rows: list[Row] = []
     content = {
         "kind": "parallel",
@@ -277,6 +277,7 @@ def run(path: Path, only: tuple[str, ...], report: Callable[[str], None]) -> Non
         if only and job.kind not in only:
             continue
         row: Row = {"kind": job.kind, "labels": job.labels, "status": "ok", "modes": {}}
+        rows.append(row)
         for mode in job.modes:
             with tempfile.TemporaryDirectory() as folder:
                 try:
@@ -284,9 +285,9 @@ def run(path: Path, only: tuple[str, ...], report: Callable[[str], None]) -> Non
                     row["modes"][mode] = json.loads(Path(folder, "row.json").read_text())
                 except Exception as error:
                     row["modes"][mode] = {"reason": f"{type(error).__name__}: {error}"[-1500:]}
-        rows.append(row)
-        write(path, content)
-        report(f"[{len(rows)}] {', '.join(job.labels)}: {verdict(row)[0]}")
+            write(path, content)
+            report(f"[{len(rows)}] {', '.join(job.labels)}: {MODES[mode]}, {cell(row['modes'][mode])}")
+        report(f"[{len(rows)}] {verdict(row)[0]}")
 
 
 # -- the tables -------------------------------------------------------------------------------------------------------
@@ -318,12 +319,13 @@ def furthest(first: Sequence[float], second: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(first[:WARM], second[:WARM], strict=True))
 
 
+def cell(own: Row) -> str:
+    return f"{own['ms']:.4g} ms, {own['peak_bytes'] / 2**30:.1f} GiB" if "ms" in own else "failed"
+
+
 def lines(results: dict[str, Any]) -> Iterator[Line]:
     for row in results["rows"]:
-        cells = {
-            mode: f"{own['ms']:.4g} ms, {own['peak_bytes'] / 2**30:.1f} GiB" if "ms" in own else "failed"
-            for mode, own in row["modes"].items()
-        }
+        cells = {mode: cell(own) for mode, own in row["modes"].items()}
         yield Line(tuple(row["labels"]), cells, (verdict(row),))
 
 
