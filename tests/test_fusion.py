@@ -34,7 +34,7 @@ from fastlayers.ops import glu, reference
 from fastlayers.ops import low_rank as ops
 from fastlayers.ops.activations import BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
-from fastlayers.patching.rewrite import executors, fusion, specialised
+from fastlayers.patching.rewrite import executors, fusable, fusion, specialised
 from fastlayers.patching.rewrite.absorption import absorbed
 from fastlayers.patching.rewrite.executors import KEYS, Facts, PythonExecutor, excluding
 from fastlayers.patching.rewrite.fusable import rounded_later
@@ -77,7 +77,7 @@ def test_in_the_interpreter(inner_run):
 def recorded(function, inputs):
     """The program of a call and of its backward, the values of its tape, its results, their gradients and those of the
     inputs."""
-    tape = Tape(inputs, [])
+    tape = Tape(inputs, [t for t in inputs if not t.requires_grad])
     wanted = [t for t in inputs if t.requires_grad]
     dys, gradients, names = [], [], []
     with tape:
@@ -321,6 +321,35 @@ def test_repeats(device, monkeypatch):
 ])  # fmt: skip
 def test_programs_that_share_a_sum(blocks, steps, shares):
     assert balanced(blocks, steps, 132) == shares
+
+
+def test_what_reads_a_frozen_weight_can_be_fused():
+    """A norm is no operation with an effect because its weight gets no gradient: the sum before it is one of products,
+    and is not taken for written."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(50, 144).to(LOW).requires_grad_(), torch.randn(144).to(LOW)
+    tape = Tape([x, weight], [weight])
+    with tape, backends.backend("cpu"):
+        FL.add_rms_norm(x * 2, x, (144,), weight)
+    assert plain_name(tape.operations[-1].function) == "add_layer_norm_forward"
+    assert not any(operation.effect for operation in tape.operations)
+
+
+def test_statistics_are_declared():
+    """The operations of csrc that update them say so; those of torch, and compositions of ours, do not."""
+    for name in dir(torch.ops.fastlayers):
+        schema = getattr(getattr(torch.ops.fastlayers, name, None), "default", None)
+        arguments = schema._schema.arguments if isinstance(schema, torch._ops.OpOverload) else ()
+        trains = any(a.name == "momentum" for a in arguments)
+        statistics = [a for a in arguments if a.name.startswith(("running_", "num_batches"))]
+        if trains and statistics and not name.endswith("batch_norm"):
+            assert all(a.is_write for a in statistics), name
+    mean, var = torch.zeros(8), torch.ones(8)
+    tape = Tape([x := torch.randn(4, 8), mean, var], [mean, var])
+    with tape:
+        F.batch_norm(x, mean, var, training=True)
+    (operation,) = (each for each in tape.operations if each.effect)
+    assert fusable.written(operation) == ["x1", "x2"]
 
 
 def test_what_reads_a_buffer_can_be_fused():
@@ -1777,6 +1806,23 @@ def test_adapters_on_one_input(device, dtype):
     if dtype is torch.float32:  # What two layers read is read once, and once for the gradients of their factors.
         assert (forward["thin_products"], forward["thin_product"]) == (1, 1)
         assert (backward["thin_products"], backward["thin_product"]) == (1, 7)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_a_norm_after_an_adapter(device):
+    """Its weight is frozen like that of the layer, whose sum is one of products all the same."""
+    torch.manual_seed(0)
+    x = torch.randn(110, 136, device=device, dtype=LOW, requires_grad=True)
+    weight, scale = (torch.randn(shape, device=device).to(LOW) for shape in ((136, 136), (136,)))
+    a, b = adapter(device, torch.float32, 136, 136, 8)
+
+    def function(x, a, b, weight, scale):
+        with backends.backend("cpu" if device == "cpu" else "cuda"):
+            return FL.add_rms_norm(adapted(x, weight, a, b, 0.75), x, (136,), scale)
+
+    _, other = check(function, x, a, b, weight, scale, tolerance=TOLERANCE[LOW])
+    assert names_of(other.forward)["wide_product"] == 1
+    assert names_of(other.backward)["thin_product"] == 3
 
 
 @pytest.mark.parametrize("device", PLACES)

@@ -113,7 +113,7 @@ def written(operation: Operation) -> list[str]:
     found: list[str] = []
     names = [a.name for a in schema.arguments]
     for place, declared in enumerate(schema.arguments):
-        if declared.is_write or schema.name.startswith("fastlayers"):  # Running statistics are not always declared.
+        if declared.is_write or declared.name.startswith("running_"):  # Statistics are not always declared.
             given = operation.args[place] if place < len(operation.args) else operation.kwargs.get(names[place])
             map_values([given], lambda value: found.append(value.name))
     return found

@@ -67,7 +67,9 @@ FILLING = (
 #: Those that write some of it, whatever was there: what they leave is garbage without a region, too.
 PLACING = ("::index_put_", "::index_copy_", "::scatter_")
 
-#: Those that update running statistics.
+#: The namespaces of operations that declare what they write,
+DECLARING = frozenset({"aten", "fastlayers"})
+#: but for those that update running statistics.
 STATISTICS = ("batch_norm", "batch_norm_impl_index", "batch_norm_with_update", "instance_norm")
 
 #: Operations that wait for other processes,
@@ -252,7 +254,7 @@ class Tape(Mode):
         if isinstance(out, Tensor) and is_view:
             func, call = self._view(args[0], out) or (func, call)
         changes = bool(written)
-        if func.namespace != "aten" or name.endswith(STATISTICS):  # These need not declare what they update.
+        if func.namespace not in DECLARING or name.endswith(STATISTICS):  # These need not declare what they update.
             given = {storage(t) for t in (*args, *kwargs.values()) if isinstance(t, Tensor)}
             changes |= not self._state.isdisjoint(given)
         self.add(func, *call, out, changes or draws, is_view)
