@@ -143,6 +143,7 @@ def test_cuda_home_decides(nvcc, monkeypatch, tmp_path):
         ("90a", ("90a",)),
         ("90 90", ("90",)),
         ("8.0;9.0+PTX", ("80", "90+PTX")),
+        ("8.0;9.0-virtual", ("80", "90-virtual")),
     ],
 )
 def test_archs_that_were_asked_for(nvcc, h100, monkeypatch, asked, archs):
@@ -194,6 +195,7 @@ def test_archs_of_the_gpus_that_are_here(programs, nvcc, answer, archs):
                 "--compress-mode=size",
             ],
         ),
+        ("13.0.88", ("90-virtual",), ["-gencode=arch=compute_90,code=compute_90", "--compress-mode=size"]),
     ],
 )
 def test_no_ptx_unless_it_is_asked_for(version, archs, expected):
@@ -209,6 +211,8 @@ def test_no_ptx_unless_it_is_asked_for(version, archs, expected):
         (("80",), (9, 0), False),
         (("80+PTX",), (9, 0), True),
         (("90+PTX",), (8, 0), False),
+        (("80-virtual",), (9, 0), True),
+        (("90-virtual",), (8, 0), False),
         (("80", "90"), (12, 0), False),
         (("100a",), (10, 3), False),
         (("100a+PTX",), (12, 0), False),
@@ -390,6 +394,7 @@ def test_what_was_built_is_on_record(tmp_path):
     assert builder.BuildInfo.read(tmp_path / "_C.so") == info
     assert info.contents() == "CPU kernels and CUDA kernels for sm_80, sm_90"
     assert builder.BuildInfo(cuda_archs=("90+PTX",)).contents() == "CPU kernels and CUDA kernels for sm_90 with PTX"
+    assert builder.BuildInfo(cuda_archs=("90-virtual",)).contents() == "CPU kernels and CUDA kernels for compute_90"
     assert builder.BuildInfo.read(tmp_path / "elsewhere" / "_C.so") is None
 
 
