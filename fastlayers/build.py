@@ -9,8 +9,8 @@ library of its own, named after the version of torch that it serves, and everyth
 Environment variables:
     FASTLAYERS_CUDA_ARCHS: Compute capabilities to compile for, such as "90" or "80;90+PTX". As in torch's
         TORCH_CUDA_ARCH_LIST, +PTX adds PTX, which a driver compiles for GPUs that are newer than the list, and as in
-        CMake "90-virtual" is PTX alone, in half of the time. Default: the capabilities of the GPUs that
-        nvidia-smi lists. With neither, the CUDA part is not built.
+        CMake "90-virtual" is PTX alone, in half of the time. Default: the capabilities of the GPUs that nvidia-smi
+        lists. With neither, the CUDA part is not built.
     CUDA_HOME, CUDA_PATH: The CUDA toolkit. If one is set, the build looks nowhere else.
     CXX: The C++ compiler.
     MAX_JOBS: The number of compilers to run at once, as for torch's own extension builder.

@@ -177,8 +177,12 @@ class Capture:
 
     @cached_property
     def _gradients(self) -> Gradients:
-        """Made after the capture: autograd's thread may keep a gradient for a moment after it has returned it."""
-        return Gradients(self._grads, self.lends and not self.pool.shared)
+        """Made after the capture: autograd's thread may keep a gradient for a moment after it has returned it.
+
+        Whether somebody still has one may differ between processes, and NCCL asks of all that they replay a collective
+        or that none does: they get copies.
+        """
+        return Gradients(self._grads, self.lends and not (self.pool.shared or self.communicates))
 
     # -- replaying -----------------------------------------------------------------------------------------------
 
