@@ -27,7 +27,9 @@ CHOSEN = {
     # Point 1 compares every gradient with torch's and has those of every layout, and a second derivative is plain
     # PyTorch on every backend.
     ("contract/test_4_derivatives.py",): "cpu-triton and not laid_out and not gradcheck and not gradgradcheck",
-    ("test_cross_entropy.py", "test_norms.py", "test_residual.py", "test_glu.py", "test_linear.py"): "cpu-triton and not incoming",
+    ("test_cross_entropy.py", "test_norms.py", "test_residual.py", "test_glu.py", "test_linear.py"): (
+        "cpu-triton and not incoming"
+    ),
 }
 
 
