@@ -1,10 +1,10 @@
-"""The raw Triton kernels: right in Triton's interpreter, and compiled for sm_80 and sm_90 without a spill.
+"""The raw Triton kernels: right in Triton's interpreter, and compiled for sm_80 without a spill.
 
 Whether Triton interprets is settled when it is first imported, so each set of files runs in a process of its own. None
 needs a GPU. To run one file by hand::
 
     TRITON_INTERPRET=1 pytest tests/triton_kernels/interpret_softmax.py
-    pytest tests/triton_kernels/compile_all.py
+    pytest tests/triton_kernels/compile_all.py  # for sm_90, too
 """
 
 import os
@@ -30,6 +30,7 @@ SETS = {
 @pytest.mark.parametrize("name", SETS)
 def test_triton_kernels(name: str, inner_run: list[str]) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0" if name == "compiled" else "1"}
-    command = [sys.executable, "-m", "pytest", *inner_run, *map(str, SETS[name])]
+    # Every specialisation for sm_90 takes four minutes: make test-gpu compiles them.
+    command = [sys.executable, "-m", "pytest", *inner_run, "-k", "not sm_90", *map(str, SETS[name])]
     run = subprocess.run(command, env=environment, cwd=FOLDER.parents[1], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

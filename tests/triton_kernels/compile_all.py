@@ -5,7 +5,8 @@ launch, so the tests check what the launch rules pick.
 
 sm_90 gets every specialisation, sm_80 each kernel once for each set of dtypes. A kernel is the same program for both,
 with the same 255 registers a thread: only the translation of its instructions differs, and that depends on dtypes, not
-on the sizes that a launch rule picks.
+on the sizes that a launch rule picks. ``make test`` leaves sm_90 out, which takes four minutes, and ``make test-gpu``
+runs all.
 
 bfloat16 gets every row of the launch rules; float32 gets some, since a kernel of a wider dtype differs in its loads,
 stores and tiles. Those of float64 are compiled by the tests on a GPU. What is optional (a residual, weights, a mask) is
