@@ -5,6 +5,7 @@ Each is measured in processes of its own. The loss is compared with what Megatro
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import statistics
@@ -38,6 +39,8 @@ MODES = {
 GPUS = 2
 #: Steps before those that are timed, which train and so give a curve of losses, and timed ones: forward and backward.
 WARM, TIMED = 6, 7
+#: Seconds after which a process that has not ended says where it is, and ends: one takes some 25.
+HANGS = 100
 LEARNING_RATE = 0.05
 #: A parallelized head has a weight of its own.
 NETWORK = replace(LLAMA, options={**LLAMA.options, "tie_word_embeddings": False})
@@ -246,6 +249,7 @@ def measured(job: Job, mode: str, device: torch.device) -> Row:
 
 def measure(rank: int, index: int, mode: str, folder: str) -> None:
     """What one process does. The first one writes what it measured."""
+    faulthandler.dump_traceback_later(HANGS, exit=True)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=GPUS, device_id=device)
