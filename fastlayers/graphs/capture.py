@@ -17,7 +17,7 @@ from fastlayers.graphs.gradients import Gradients
 from fastlayers.graphs.pool import Call, Pool, in_one_segment
 from fastlayers.graphs.state import State, UncapturedError, begun_collectives
 from fastlayers.ops.dispatch import PLAIN
-from fastlayers.ops.dtensor import Whole, differentiable_shard_of, shard_of
+from fastlayers.ops.dtensor import Whole, differentiable_shard_of, memory_of, shard_of
 from fastlayers.patching.rewrite.regions import Flat, autocast_as, autocast_state, drawing, random_state, unflatten
 from fastlayers.patching.rewrite.results import OpaqueError, Taken, put_together, take_apart, tensors_in
 
@@ -140,7 +140,7 @@ class Capture:
             if type(t) not in PLAIN or t.device != self.device:
                 raise UncapturedError(f"it returns a {type(t).__name__} on {t.device}")
         memory = [storage(t) for t in results]
-        others = {storage(shard_of(t)) for t in (*self.inputs, *module.parameters(), *module.buffers())}
+        others = {storage(memory_of(t)) for t in (*self.inputs, *module.parameters(), *module.buffers())}
         if len(set(memory)) < len(memory) or not others.isdisjoint(memory):
             raise UncapturedError("a result shares memory with another one, an argument or a parameter")
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 
 from fastlayers.ops.dispatch import PLAIN, Mode, is_dtensor
-from fastlayers.ops.dtensor import handlers, memory_of, shard_of
+from fastlayers.ops.dtensor import handlers, memory_of
 from fastlayers.patching.capture.lookups import package, parts_of
 from fastlayers.patching.rewrite.regions import attentions
 from fastlayers.patching.rewrite.tape import communicates
@@ -85,7 +85,7 @@ class State:
         #: Whether torch's tensor parallelism has placed some of the parameters.
         self.is_parallel = any(map(is_dtensor, self.tensors))
         for name, t in (*module.named_parameters(), *module.named_buffers()):
-            if type(shard_of(t)) not in PLAIN:
+            if type(memory_of(t)) not in PLAIN:
                 raise UncapturedError(f"{name} is a {type(t).__name__}")
             if t.device != device:
                 raise UncapturedError(f"{name} is on {t.device}, the inputs are on {device}")
@@ -129,7 +129,7 @@ class State:
             return False
         return (
             same
-            and [*map(dict, self.hooks)] == self.known_hooks
+            and self.hooks == self.known_hooks
             and self.is_in_place()
             and (self.guard is None or self.guard.check(*map(memory_of, self.tensors)))
             and [t.requires_grad for t in self.tensors] == self.trained
