@@ -85,11 +85,7 @@ class BuildInfo:
         """One line: what the library contains, and why a part is missing."""
         parts = ["CPU kernels"]
         if self.cuda_archs:
-            kinds = ("compute" if arch.endswith(VIRTUAL) else "sm" for arch in self.cuda_archs)
-            named = (
-                f"{kind}_{_capability(arch)}" + " with PTX" * arch.endswith(PTX)
-                for kind, arch in zip(kinds, self.cuda_archs, strict=True)
-            )
+            named = (_codes(arch)[0] + " with PTX" * arch.endswith(PTX) for arch in self.cuda_archs)
             parts.append(f"CUDA kernels for {', '.join(named)}")
         return " and ".join(parts) + (f" ({self.problem})" if self.problem else "")
 
@@ -232,6 +228,12 @@ def _capability(arch: str) -> str:
     return arch.removesuffix(PTX).removesuffix(VIRTUAL)
 
 
+def _codes(arch: str) -> list[str]:
+    """What nvcc calls that which is compiled for a capability: machine code, PTX, or both."""
+    machine, ptx = f"sm_{_capability(arch)}", f"compute_{_capability(arch)}"
+    return [machine, ptx] if arch.endswith(PTX) else [ptx] if arch.endswith(VIRTUAL) else [machine]
+
+
 def _arch_number(arch: str) -> int:
     return int(_capability(arch).rstrip("af"))
 
@@ -360,10 +362,9 @@ def _code_flags(archs: tuple[str, ...], nvcc_version: str) -> list[str]:
     """Machine code for each capability, or PTX where that is asked for, all of it compressed: a tenth of the size."""
     flags = []
     for arch in archs:
-        number = _capability(arch)
-        both = f"[sm_{number},compute_{number}]"
-        code = both if arch.endswith(PTX) else f"compute_{number}" if arch.endswith(VIRTUAL) else f"sm_{number}"
-        flags.append(f"-gencode=arch=compute_{number},code={code}")
+        codes = _codes(arch)
+        code = f"[{','.join(codes)}]" if len(codes) > 1 else codes[0]
+        flags.append(f"-gencode=arch=compute_{_capability(arch)},code={code}")
     # The smallest form needs a driver of CUDA 12.4 or later, and an older nvcc may serve an older driver.
     small = int(nvcc_version.split(".")[0]) >= 13
     return [*flags, "--compress-mode=size" if small else "-Xfatbin=-compress-all"]

@@ -228,7 +228,6 @@ def test_bias_act_and_gates(compiled, act, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kl_div(compiled, dtype):
-    wide = F32
     shapes = [(4096, 1000), (8192, 50257), (4096, 16), (8192, 32000), (2**16 + 1, 2**15 + 8)]
     for rows, n in shapes if dtype == BF16 else shapes[:2]:
         x, labels = meta(rows, n, dtype=dtype), meta(rows, dtype=torch.int64)
@@ -237,7 +236,7 @@ def test_kl_div(compiled, dtype):
             for one in (losses, losses[:1].expand(rows)):
                 kl_div.divergence_backward(one, x, x, given, -100, beta, 2.0, stats, True, one is losses)
         for log_target in (False, True):
-            kl_div.kl_div_elements(x, x, log_target, wide)
+            kl_div.kl_div_elements(x, x, log_target, F32)
             kl_div.kl_div_backward(x, x, x, log_target, True, True)
             kl_div.kl_div_backward(kl_div.kl_div_sum(x, x, log_target), None, x, log_target, True, False)
     names = {"_divergence_forward", "_divergence_backward", "_kl_div_sum", "_kl_div_elements", "_kl_div_backward"}
@@ -262,9 +261,9 @@ def test_linear_divergence(compiled, kind, dtype):
 
 @pytest.mark.parametrize(("dtype", "to"), [(BF16, BF16), (BF16, F32), (F16, F32), (F32, F32)])
 def test_residual(compiled, dtype, to):
-    seed, compute = meta(dtype=torch.int64), F32
+    seed = meta(dtype=torch.int64)
     for shape in [(64, 512, 768), (8, 384, 14, 14), (2**16, 2**16)] if dtype == BF16 else [(64, 512, 768)]:
-        x, y, keep = meta(*shape, dtype=dtype), meta(*shape, dtype=to), meta(shape[0], dtype=compute)
+        x, y, keep = meta(*shape, dtype=dtype), meta(*shape, dtype=to), meta(shape[0], dtype=F32)
         for p in (0.1, 0.5) if dtype == to else (0.1,):
             joints.dropout_add(x, y, p, seed, to)
             joints.dropout_add(y, None, p, seed, dtype)
@@ -375,11 +374,11 @@ def test_batch_norm(compiled, last, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sync_batch_norm(compiled, dtype):
     x = meta(*IMAGES[0], dtype=dtype)
-    channels, wide = IMAGES[0][1], F32
-    weight = meta(channels, dtype=wide)
+    channels = IMAGES[0][1]
+    weight = meta(channels, dtype=F32)
     sync_batch_norm.sync_batch_norm_statistics(x)
     for processes in (2, 8, 1000):
-        merged = sync_batch_norm.sync_batch_norm_merge(meta(processes, 2 * channels + 1, dtype=wide))
+        merged = sync_batch_norm.sync_batch_norm_merge(meta(processes, 2 * channels + 1, dtype=F32))
     sync_batch_norm.sync_batch_norm_update_(weight, weight, *merged, 0.1)
     y, stats, bits = sync_batch_norm.sync_batch_norm_normalize(x, weight, weight, weight, weight, 1e-5, x, 1, True)
     means, _, _ = sync_batch_norm.sync_batch_norm_sums(y, x, weight, weight, stats, None, bits, 1)
@@ -442,9 +441,8 @@ def test_cross_entropy(compiled, dtype, options):
     shapes = [(8192, 128256), (8192, 50257), (4096, 1000), (8, 128256), (16, 21, 512, 512), (8192, 10)]
     for shape in shapes if dtype == BF16 else shapes[1::3]:
         x, target = meta(*shape, dtype=dtype), meta(*shape[:1], *shape[2:], dtype=torch.int64)
-        wide = F32
-        for reduction, weight in enumerate((None, meta(shape[1], dtype=wide))):
-            loss, stats = cross_entropy.cross_entropy_forward(x, target, weight, -100, reduction, *options, wide)
+        for reduction, weight in enumerate((None, meta(shape[1], dtype=F32))):
+            loss, stats = cross_entropy.cross_entropy_forward(x, target, weight, -100, reduction, *options, F32)
             cross_entropy.cross_entropy_backward(loss, x, target, weight, stats, -100, reduction, *options)
         cross_entropy.cross_entropy_backward_(loss, x, target, weight, stats, -100, 1, *options)
     chunk = meta(1024, 50304, dtype=dtype)
