@@ -234,8 +234,9 @@ def check_ranks_without_rows(mesh: DeviceMesh) -> None:
     for function in (F.linear_cross_entropy, F.linear_log_prob):
         sharding.fallbacks(reset=True)
         function(*own, target)
-        ((_, reason),) = sharding.fallbacks()
-        assert reason == "1 classes leave a rank without any"
+        # The composition of torch 2.14 leaves partial logits, for which the loss within falls back, too.
+        reasons = [reason for name, reason in sharding.fallbacks() if name == function.__name__]
+        assert reasons == ["1 classes leave a rank without any"], sharding.fallbacks()
 
 
 def check_running_statistics(mesh: DeviceMesh) -> None:
