@@ -382,10 +382,19 @@ def test_logits_that_are_used_after_a_graph(training):
         torch.testing.assert_close(logits.detach(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture
+def own_precision(monkeypatch):
+    """What a trainer asks of accelerate holds for the whole process, and so for the tests after it."""
+    state = pytest.importorskip("accelerate.state").AcceleratorState
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    yield
+    state._reset_state()
+
+
+@pytest.mark.usefixtures("own_precision")
 @pytest.mark.parametrize("reads", [True, False])
 def test_the_trainer_of_transformers(reads, tmp_path, chunked):
     """Accuracy in training and in evaluation, and bf16, for which accelerate casts every output to float32."""
-    pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
     accuracies = []
 
