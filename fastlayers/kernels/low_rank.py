@@ -320,7 +320,7 @@ def thin_product(
 def thin_products(
     large: Tensor, thin: Sequence[Tensor], factor: float, masks: Sequence[Tensor | None], large_first: bool
 ) -> tuple[Tensor, ...]:
-    """:func:`thin_product` of one large matrix with each of several thin ones, in one pass.
+    """:func:`thin_product` of one large matrix with each of several thin ones, which may be of its dtype, in one pass.
 
     Args:
         thin: at most :func:`most_parts`, of one layout.

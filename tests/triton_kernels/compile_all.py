@@ -507,9 +507,10 @@ def test_response_norm(compiled, dtype):
 def test_low_rank(compiled, thin, rank):
     x, mask = meta(8192, 2048), meta(8192, 2048, dtype=torch.bool)
     a, u = meta(rank, 2048, dtype=thin), meta(8192, rank, dtype=thin)
-    for of_x in (mask,) if thin is BF16 else (None, mask):
-        low_rank.thin_product(x, a.t(), 1.5, of_x)
-        low_rank.thin_product(u.t(), x, 1.5, None, of_x)
+    for of_x in (None, mask):
+        if thin is F32 or of_x is mask:  # One of 16 bits without a mask is cuBLAS's.
+            low_rank.thin_product(x, a.t(), 1.5, of_x)
+            low_rank.thin_product(u.t(), x, 1.5, None, of_x)
         for parts in range(2, low_rank.most_parts(rank) + 1):
             low_rank.thin_products(x, [a.t()] * parts, 1.5, [of_x] * parts, True)
             low_rank.thin_products(x, [u.t()] * parts, 1.5, [of_x] * parts, False)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fastlayers.ops.reference import LOW_PRECISION
 from fastlayers.patching.rewrite.fusable import (
     CASTS,
     base_of,
@@ -29,7 +30,6 @@ from fastlayers.patching.rewrite.tape import Operation, Program, Value, empty_as
 
 __all__ = ["absorbed", "kernel_name", "needed"]
 
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 #: Kernels that round their first, float32 result to another dtype: the place of the argument that says which.
 ROUNDS = {"layer_norm_forward": 6, "add_layer_norm_forward": 7}
 #: Operations that give the elements of their only operand other places, in any dtype.

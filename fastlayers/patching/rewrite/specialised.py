@@ -7,6 +7,8 @@
 - A cast to float32 and back, as between layers of two dtypes, is what was cast.
 - A product of a float32 cast of a 16-bit tensor and a thin float32 one, as an adapter's in a model of 16 bits, reads
   what was cast, once. With a dropout between them it reads the mask as well, and what was dropped is not kept.
+- A thin product of a matrix that was multiplied by a number, as the gradients of an adapter have it, multiplies by that
+  number itself.
 - A product with an identity matrix, by which peft multiplies the factors of DoRA, is a copy.
 - A convolution with a bias, which torch adds in a kernel of its own, is one without and a sum, which can be fused with
   what follows.
@@ -28,6 +30,7 @@ from fastlayers.kernels.low_rank import thin_product
 from fastlayers.ops.activations import ACTIVATIONS
 from fastlayers.ops.gather import COLUMNS
 from fastlayers.ops.low_rank import BESIDE, LARGEST_RANK, draws_the_same
+from fastlayers.ops.reference import LOW_PRECISION
 from fastlayers.patching.rewrite.absorption import kernel_name
 from fastlayers.patching.rewrite.fusable import (
     CASTS,
@@ -45,11 +48,12 @@ from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, e
 
 __all__ = ["FACTORS", "specialised"]
 
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 #: Products, with those that write float32 from 16-bit operands, which not every torch has.
 WIDE = {name: getattr(getattr(torch.ops.aten, name), "dtype", None) for name in ("mm", "bmm")}
 MUL = torch.ops.aten.mul.Scalar
 ADD = torch.ops.aten.add.Tensor
+ADDMM = torch.ops.aten.addmm.default
+EMPTY = torch.ops.aten.empty.memory_format
 #: Activations by their operation, and which approximation that is given.
 ACTS = {("gelu", "none"): "gelu", ("gelu", "tanh"): "gelu_tanh", ("silu", "none"): "silu"}
 CONVOLUTION = torch.ops.aten.convolution.default
@@ -120,7 +124,9 @@ class Part:
                 copied, kwargs = (operation.args[1],), {"memory_format": torch.contiguous_format}
                 found.append(replace(operation, function=CLONE, args=copied, kwargs=kwargs))
             elif WIDE.get(name) is not None:
-                found += self.of_narrow(operation) or self.of_thin(operation) or [operation]
+                found += (
+                    self.of_narrow(operation) or self.of_thin(operation) or self.of_scaled(operation) or [operation]
+                )
             elif name in CASTS:
                 found += self.round_trip(operation) or [operation]
             else:
@@ -286,6 +292,46 @@ class Part:
             return [*found.steps, product]
         return None
 
+    def of_scaled(self, operation: Operation) -> list[Operation] | None:
+        """A thin product of 16 bits of a multiple of a matrix as a multiple of the matrix's; None for another one."""
+        (out,) = operation.makes
+        like = self.values[out]
+        if spelled(operation) != "mm" or like.dtype not in LOW_PRECISION or not backends.generates_kernels(like.device):
+            return None
+        for side, value in enumerate(operation.args):
+            found = self.scaled(value.name, f"{out}_scaled") if like.shape[side - 1] <= LARGEST_RANK else None
+            if found is None:
+                continue
+            factors = [*operation.args]
+            factors[side] = Value(found.name)
+            if found.factor == 1:
+                return [*found.steps, replace(operation, args=tuple(factors))]
+            nothing, like_that = f"{out}_nothing", {"dtype": like.dtype, "device": like.device}
+            with self.fake:
+                self.values[nothing] = torch.empty(1, 1, dtype=like.dtype, device=like.device)
+            # The product is added to 0 times this, which is not read.
+            empty = Operation(EMPTY, ([1, 1],), like_that, (nothing,), single=True, effect=False)
+            args, kwargs = (Value(nothing), *factors), {"beta": 0, "alpha": found.factor}
+            return [*found.steps, empty, replace(operation, function=ADDMM, args=args, kwargs=kwargs)]
+        return None
+
+    def scaled(self, name: str, new: str) -> Narrow | None:
+        """What a value is a multiple of, in its dtype and layout, with names that begin with ``new``."""
+        maker, t = self.makers.get(name), self.values[name]
+        if maker is None or len(maker.operands) != 1 or storage(t) in self.written:
+            return None
+        (source,) = maker.operands
+        if maker.view:
+            inner = self.scaled(source, f"{new}_")
+            return inner and Narrow(new, inner.factor, (*inner.steps, self.viewed(maker, inner.name, new)))
+        known, number = self.values[source], maker.args[-1]
+        if spelled(maker) not in FACTORS or isinstance(number, Value) or number == 0:
+            return None
+        # An input may be written to before the backward: see of_thin.
+        apart = storage(known) not in self.given and storage(known) not in self.written
+        same = (known.dtype, known.shape, known.stride()) == (t.dtype, t.shape, t.stride())
+        return Narrow(source, FACTORS[spelled(maker)](number)) if apart and same else None
+
     def masks_alone(self, forward: Sequence[Operation], backward: Sequence[Operation]) -> list[Operation]:
         """The operations of the forward, where a dropout of which the mask alone is read is one of 16 bits, if torch
         draws the same numbers for that."""
@@ -310,7 +356,7 @@ class Part:
         new = ([t.numel() + BESIDE],), {"dtype": dtype, "device": t.device}
         view = (Value(memory), tuple(t.shape), t.stride(), BESIDE)
         return [
-            Operation(torch.ops.aten.empty.memory_format, *new, (memory,), single=True, effect=False),
+            Operation(EMPTY, *new, (memory,), single=True, effect=False),
             Operation(torch.ops.aten.as_strided.default, view, {}, (like,), single=True, effect=False, view=True),
             replace(dropout, args=(Value(like), *dropout.args[1:]), makes=("", mask)),
         ]

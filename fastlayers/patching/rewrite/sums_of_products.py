@@ -24,13 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastlayers import backends
 from fastlayers.kernels.low_rank import MOST_PARTS, all_parts, wide_kernel
 from fastlayers.ops.low_rank import LARGEST_RANK
+from fastlayers.ops.reference import LOW_PRECISION
 from fastlayers.patching.rewrite.fusable import CASTS, makers_of, spelled, written_by
 from fastlayers.patching.rewrite.specialised import FACTORS
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage
 
 __all__ = ["with_sums_of_products"]
 
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 aten = torch.ops.aten
 #: Columns of the largest thin factor of 16 bits. With more, cuBLAS adds the product as fast.
 LARGEST_LOW_RANK = 64

@@ -1,7 +1,8 @@
 """Products of one matrix with several thin ones, as one pass over it.
 
 Query, key and value layers with adapters read one input, and so do gate and up: each multiplies it with a factor A of
-its own, and the gradients of these are products with it, too.
+its own, and the gradients of these are products with it, too. Where all is of 16 bits, as under autocast, cuBLAS has
+the product if there is but one.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fastlayers import backends
 from fastlayers.kernels.low_rank import most_parts, thin_kernels, thin_product, thin_products
-from fastlayers.patching.rewrite.fusable import written_by
+from fastlayers.ops.reference import LOW_PRECISION
+from fastlayers.patching.rewrite.fusable import spelled, written_by
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, storage
 
 __all__ = ["with_thin_products"]
 
 SELECT = torch.ops.aten.select.int
+#: Bytes of a matrix that several products of 16 bits read together: a smaller one is in the cache for all of them.
+LARGE = 2**22
 
 
 @dataclass
@@ -75,7 +80,7 @@ def groups_of(operations: Sequence[Operation], values: Mapping[str, Tensor], wri
 
 def what_it_reads(operation: Operation, values: Mapping[str, Tensor], written: set[int]) -> tuple[Hashable, int] | None:
     """What the thin products that one operation may be have in common, and how many it may be; None for others."""
-    if operation.function is not thin_product:
+    if operation.function is not thin_product and not is_thin(operation, values):
         return None
     large, thin, factor, mask, large_first = parts_of(operation, values)
     x, t = values[large.name], values[thin.name]
@@ -86,8 +91,21 @@ def what_it_reads(operation: Operation, values: Mapping[str, Tensor], written: s
     return (where, t.shape, t.stride(), t.dtype, factor, mask is None), most
 
 
+def is_thin(operation: Operation, values: Mapping[str, Tensor]) -> bool:
+    """Whether an operation of torch is a product of 16 bits of a large matrix and a thin one."""
+    if spelled(operation) != "mm" or values[operation.makes[0]].dtype not in LOW_PRECISION:
+        return False
+    large, *_ = parts_of(operation, values)
+    x = values[large.name]
+    return x.nbytes >= LARGE and 1 in x.stride() and backends.generates_kernels(x.device)
+
+
 def parts_of(operation: Operation, values: Mapping[str, Tensor]) -> tuple[Any, ...]:
     """The large matrix, the thin one, the factor, the mask of the large one, and whether this one comes first."""
+    if operation.function is not thin_product:
+        a, b = operation.args
+        first = values[a.name].numel() >= values[b.name].numel()
+        return (a, b, 1.0, None, True) if first else (b, a, 1.0, None, False)
     a, b, factor, of_a, of_b = operation.args
     if of_b is not None or values[a.name].dtype is torch.float32:
         return b, a, factor, of_b, False
