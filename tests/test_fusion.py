@@ -621,6 +621,26 @@ def test_casts_of_parameters(device):
 
 
 @pytest.mark.parametrize("device", PLACES)
+def test_casts_of_gradients(device):
+    """Those of parameters, under autocast, have one launch when all are there."""
+    torch.manual_seed(0)
+    x = torch.randn(9, 16, device=device, requires_grad=True)
+    weights = [torch.randn(16, 16, device=device, requires_grad=True) for _ in range(4)]
+    low = torch.float64 if INTERPRETED else torch.bfloat16
+
+    def function(x, *weights):
+        for w in weights:
+            x = (x.to(low) @ w.to(low)).sin()
+        return x
+
+    _, other = check(function, x, *weights, tolerance=3e-2)
+    casts = [o for o in other.backward if type(o.function) is Kernel and len(o.makes) == 5]
+    assert len(casts) == 1
+    assert casts[0].makes == tuple(sorted(other.wanted, key=casts[0].makes.index))
+    assert not {"to", "_to_copy"} & {*names(other.backward)}
+
+
+@pytest.mark.parametrize("device", PLACES)
 def test_gather(device):
     """Of what is stored and of what is computed, with an index that is expanded; softmax is computed with it."""
     torch.manual_seed(0)

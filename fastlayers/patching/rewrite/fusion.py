@@ -61,8 +61,9 @@ COLUMNS = 2**22
 SCALARS = {f"{name}.Tensor": getattr(torch.ops.aten, name).Scalar for name in ("add", "sub", "mul", "div")}
 #: Operations that give each element as it is.
 PLAIN_COPIES = frozenset({"clone", "contiguous"})
-#: Casts that one kernel does, and elements of a larger one, whose launch takes no time beside it.
-MOST_CASTS, LARGEST_CAST = 24, 2**24
+#: Casts that one kernel does, and elements of a larger one, whose launch takes no time beside it: of parameters, and of
+#: their gradients, which have to wait for the last of these.
+MOST_CASTS, LARGEST_CAST, LARGEST_LAST_CAST = 24, 2**24, 2**20
 #: Launches of an operation of torch that has more than one.
 LAUNCHES = {"_safe_softmax": 4}
 
@@ -560,8 +561,11 @@ class Fusion:
         return any(self.values[name].numel() >= size for name in names)
 
     def casts_together(self, groups: list[Group]) -> list[Group]:
-        """The groups, where casts of what the forward is given are one: those of the parameters, under autocast."""
-        found = [group for group in groups if self.is_parameters_cast(group)]
+        """The groups, where casts of what the forward is given are one: those of the parameters, under autocast. So are
+        the last ones of the backward: those of their gradients."""
+        found = [group for group in groups if self.is_cast_with_others(group)]
+        if len(found) < 2:
+            return groups
         rest = [group for group in groups if group not in found]
         for start in range(0, len(found), MOST_CASTS):
             roots = [group.roots[0] for group in found[start : start + MOST_CASTS]]
@@ -575,19 +579,24 @@ class Fusion:
             rest.append(Group(roots, roots, calls, tuple(names), frozenset(), frozenset(roots), readers))
         return rest
 
-    def is_parameters_cast(self, group: Group) -> bool:
+    def is_cast_with_others(self, group: Group) -> bool:
         operation = self.given[group.roots[0]]
-        if len(group.roots) > 1 or self.again is not None or spelled(operation) not in CASTS:
+        if len(group.roots) > 1 or spelled(operation) not in CASTS:
             return False
-        name, made = operation.operands[0], self.values[operation.makes[0]]
-        t = self.values[name]
+        (name,), (out,) = operation.operands, operation.makes
+        t, made = self.values[name], self.values[out]
+        if self.again is None:
+            is_one, most = name not in self.places, LARGEST_CAST
+        else:
+            is_last = out in self.needed and not any(out in other.uses for other in self.given)
+            is_one, most = name in self.places and is_last, LARGEST_LAST_CAST
         return (
-            group.inputs == (name,)
-            and name not in self.places
+            is_one
+            and group.inputs == (name,)
             and not self.is_written(name)
             and t.stride() == made.stride()
             and FLOATING.issuperset((t.dtype, made.dtype))
-            and t.numel() <= LARGEST_CAST
+            and t.numel() <= most
         )
 
     def bytes_read(self, group: Group) -> int:
