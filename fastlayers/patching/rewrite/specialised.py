@@ -110,9 +110,12 @@ class Part:
         # Others may write to these, which is an error only for what autograd keeps.
         self.given = {storage(values[name]) for name in (*program.inputs, *program.results)}
         self.returned = {name for name in (*program.results, *program.wanted) if name}
+        #: Of each dtype, the matrix of one element to 0 times which the products of a direction are added.
+        self.nothing: dict[torch.dtype, Value] = {}
 
     def specialised(self, operations: Sequence[Operation]) -> list[Operation]:
         found: list[Operation] = []
+        self.nothing.clear()
         for operation in operations:
             name = spelled(operation)
             if name == "scatter_add" and self.is_gradient_of_rows(operation):
@@ -306,13 +309,12 @@ class Part:
             factors[side] = Value(found.name)
             if found.factor == 1:
                 return [*found.steps, replace(operation, args=tuple(factors))]
-            nothing, like_that = f"{out}_nothing", {"dtype": like.dtype, "device": like.device}
-            with self.fake:
-                self.values[nothing] = torch.empty(1, 1, dtype=like.dtype, device=like.device)
-            # The product is added to 0 times this, which is not read.
-            empty = Operation(EMPTY, ([1, 1],), like_that, (nothing,), single=True, effect=False)
-            args, kwargs = (Value(nothing), *factors), {"beta": 0, "alpha": found.factor}
-            return [*found.steps, empty, replace(operation, function=ADDMM, args=args, kwargs=kwargs)]
+            steps = [*found.steps]
+            if like.dtype not in self.nothing:
+                self.nothing[like.dtype] = Value(f"{out}_nothing")
+                steps.append(self.empty(f"{out}_nothing", (1, 1), like))
+            args, kwargs = (self.nothing[like.dtype], *factors), {"beta": 0, "alpha": found.factor}
+            return [*steps, replace(operation, function=ADDMM, args=args, kwargs=kwargs)]
         return None
 
     def scaled(self, name: str, new: str) -> Narrow | None:
@@ -349,17 +351,23 @@ class Part:
         low, t = self.narrow(out, f"{out}_narrow", inputs=True), self.values[mask]
         if low is None or not draws_the_same(t.device):
             return None
-        dtype, memory, like = self.values[low.name].dtype, f"{mask}_memory", f"{mask}_like"
+        memory, like = f"{mask}_memory", f"{mask}_like"
+        empty = self.empty(memory, (t.numel() + BESIDE,), self.values[low.name])
         with self.fake:
-            self.values[memory] = torch.empty(t.numel() + BESIDE, dtype=dtype, device=t.device)
             self.values[like] = self.values[memory].as_strided(t.shape, t.stride(), BESIDE)
-        new = ([t.numel() + BESIDE],), {"dtype": dtype, "device": t.device}
         view = (Value(memory), tuple(t.shape), t.stride(), BESIDE)
         return [
-            Operation(EMPTY, *new, (memory,), single=True, effect=False),
+            empty,
             Operation(torch.ops.aten.as_strided.default, view, {}, (like,), single=True, effect=False, view=True),
             replace(dropout, args=(Value(like), *dropout.args[1:]), makes=("", mask)),
         ]
+
+    def empty(self, name: str, shape: tuple[int, ...], like: Tensor) -> Operation:
+        """Memory of that name, in the dtype of another value and on its device."""
+        kwargs: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        with self.fake:
+            self.values[name] = torch.empty(shape, **kwargs)
+        return Operation(EMPTY, ([*shape],), kwargs, (name,), single=True, effect=False)
 
     def narrow(self, name: str, new: str, inputs: bool = False) -> Narrow | None:
         """What a value is a cast of, in its layout, with names that begin with ``new``: a float32 one, or one that is
