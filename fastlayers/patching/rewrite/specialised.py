@@ -46,7 +46,7 @@ from fastlayers.patching.rewrite.fusable import (
 from fastlayers.patching.rewrite.lowering import LOWERINGS
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, empty_as, keeping, storage
 
-__all__ = ["FACTORS", "specialised"]
+__all__ = ["factor_of", "specialised"]
 
 #: Products, with those that write float32 from 16-bit operands, which not every torch has.
 WIDE = {name: getattr(getattr(torch.ops.aten, name), "dtype", None) for name in ("mm", "bmm")}
@@ -67,6 +67,15 @@ FACTORS: dict[str, Callable[[float], float]] = {
     **dict.fromkeys(("mul.Scalar", "mul.Tensor"), lambda number: number),
     **dict.fromkeys(("div.Scalar", "div.Tensor"), lambda number: 1 / number),
 }
+
+
+def factor_of(operation: Operation) -> float | None:
+    """The number that an operation multiplies a tensor by; None for 0, by which nothing is divided, and for another
+    operation, such as a square."""
+    kind = spelled(operation)
+    if kind not in FACTORS or len(operation.operands) != 1 or isinstance(operation.args[1], Value):
+        return None
+    return FACTORS[kind](operation.args[1]) if operation.args[1] != 0 else None
 
 
 def specialised(program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> Program:
@@ -326,13 +335,11 @@ class Part:
         if maker.view:
             inner = self.scaled(source, f"{new}_")
             return inner and Narrow(new, inner.factor, (*inner.steps, self.viewed(maker, inner.name, new)))
-        known, number = self.values[source], maker.args[-1]
-        if spelled(maker) not in FACTORS or isinstance(number, Value) or number == 0:
-            return None
+        known, factor = self.values[source], factor_of(maker)
         # An input may be written to before the backward: see of_thin.
         apart = storage(known) not in self.given and storage(known) not in self.written
         same = (known.dtype, known.shape, known.stride()) == (t.dtype, t.shape, t.stride())
-        return Narrow(source, FACTORS[spelled(maker)](number)) if apart and same else None
+        return Narrow(source, factor) if factor is not None and apart and same else None
 
     def masks_alone(self, forward: Sequence[Operation], backward: Sequence[Operation]) -> list[Operation]:
         """The operations of the forward, where a dropout of which the mask alone is read is one of 16 bits, if torch
@@ -393,9 +400,9 @@ class Part:
         if kind in CASTS:
             return inner if same and inner.mask is not None and low.dtype is wide.dtype else None
         if kind in FACTORS:
-            number = maker.args[1]  # In the square of a value it is that value.
-            same &= not isinstance(number, Value) and number != 0 and known.dtype is wide.dtype
-            return replace(inner, factor=inner.factor * FACTORS[kind](number)) if same else None
+            factor = factor_of(maker)
+            same &= known.dtype is wide.dtype
+            return replace(inner, factor=inner.factor * factor) if factor is not None and same else None
         if kind == "native_dropout":
             return self.dropped(maker, name, inner)
         if maker.view:

@@ -26,7 +26,7 @@ from fastlayers.kernels.low_rank import MOST_PARTS, all_parts, wide_kernel
 from fastlayers.ops.low_rank import LARGEST_RANK
 from fastlayers.ops.reference import LOW_PRECISION
 from fastlayers.patching.rewrite.fusable import CASTS, makers_of, spelled, written_by
-from fastlayers.patching.rewrite.specialised import FACTORS
+from fastlayers.patching.rewrite.specialised import factor_of
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage
 
 __all__ = ["with_sums_of_products"]
@@ -200,9 +200,8 @@ class Part:
         first = maker.args[0].name if maker.args and isinstance(maker.args[0], Value) else ""
         if maker.view or (kind in CASTS and maker.kwargs.get("device") in (None, y.device)):
             return self.collect(first, out, factor, mask, terms, taken, here)
-        if kind in FACTORS and len(maker.operands) == 1 and not isinstance(maker.args[1], Value):
-            factor *= FACTORS[kind](maker.args[1])
-            return self.collect(first, out, factor, mask, terms, taken, here)
+        if (number := factor_of(maker)) is not None:
+            return self.collect(first, out, factor * number, mask, terms, taken, here)
         if kind == "native_dropout_backward" and mask is None and self.is_mask(maker.args[1], y):
             return self.collect(first, out, factor * maker.args[2], maker.args[1], terms, taken, here)
         if kind == "add.Tensor" and len(maker.operands) == 2 and not maker.kwargs and factor == 1:
