@@ -1912,6 +1912,26 @@ def test_thin_products_of_one_matrix(device, dtype, rank, parts, masked):
 
 
 @pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+def test_thin_products_that_are_results(device, dtype, monkeypatch):
+    """Each has memory of its own, as torch's have; views of them, too."""
+    monkeypatch.setattr(thin_products, "LARGE", 0)
+    torch.manual_seed(0)
+    x = torch.randn(2, 20, 136, device=device).to(LOW)
+    factors = [torch.randn(8, 136, device=device).to(dtype) for _ in range(4)]
+
+    def function(x, *factors):
+        a, b, c, d = (F.linear(x.to(dtype), factor) for factor in factors)
+        return a, b, c * d
+
+    _, other = check(function, x, *factors, tolerance=TOLERANCE[LOW])
+    assert names_of(other.forward)["thin_products"] == 1  # Of those that are multiplied.
+    with torch.no_grad(), excluding(KEYS):
+        found, _ = PythonExecutor(other, Facts()).forward(x, *factors)
+    assert len({t.untyped_storage().data_ptr() for t in found}) == 3
+
+
+@pytest.mark.parametrize("device", PLACES)
 def test_a_thin_product_divided_by_zero(device):
     """Infinite, as torch's: it is no multiple that a sum of products could have."""
     torch.manual_seed(0)
@@ -1938,7 +1958,8 @@ def test_thin_products_that_stay_apart(device):
         last = x.float() @ (d * again.sum())
         changed = (z * 2).float() @ f
         changed.mul_(3)
-        return of_x, of_z, last, x.float() @ e, changed, (z * 2).float() @ a
+        products = of_x, of_z, last, x.float() @ e, changed, (z * 2).float() @ a
+        return tuple(product.sin() for product in products)  # What is returned stays apart anyway.
 
     _, other = check(function, x, z, *factors)
     assert names_of(other.forward)["thin_products"] == 1

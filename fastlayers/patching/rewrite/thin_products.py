@@ -45,21 +45,25 @@ class Together:
 def with_thin_products(program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> Program:
     """The program with the launches of its thin products, those of one matrix together."""
     written = set(written_by([*program.forward, *program.backward], values))
+    results = {storage(values[name]) for name in program.results}
     parts = []
     for part in (program.forward, program.backward):
-        found = together(part, groups_of(part, values, written), values)
+        found = together(part, groups_of(part, values, written, results), values)
         parts.append([step for operation in found for step in launched(operation, values, fake)])
     return replace(program, forward=parts[0], backward=parts[1])
 
 
-def groups_of(operations: Sequence[Operation], values: Mapping[str, Tensor], written: set[int]) -> list[Together]:
-    """The products that nothing keeps from being one operation."""
+def groups_of(
+    operations: Sequence[Operation], values: Mapping[str, Tensor], written: set[int], results: set[int]
+) -> list[Together]:
+    """The products that nothing keeps from being one operation. The results of a region have memory of their own."""
     groups: list[Together] = []
     latest: dict[Hashable, int] = {}
     computed_of: dict[str, set[int]] = {}
     for operation in operations:
         of = set[int]().union(*(computed_of.get(name, ()) for name in operation.uses))
-        found = what_it_reads(operation, values, written)
+        is_result = any(storage(values[name]) in results for name in operation.makes if name)
+        found = None if is_result else what_it_reads(operation, values, written)
         if found is not None:
             what, most = found
             number = latest.get(what)
