@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastlayers.patching.rewrite.absorption import needed
 from fastlayers.patching.rewrite.executors import KEYS, excluding
 from fastlayers.patching.rewrite.fusable import base_of, is_dense, makers_of, spelled, written_by
-from fastlayers.patching.rewrite.specialised import FACTORS
+from fastlayers.patching.rewrite.specialised import factor_of
 from fastlayers.patching.rewrite.tape import (
     Operation,
     Program,
@@ -148,7 +148,7 @@ def with_scale(program: Program, result: str, place: int, values: Mapping[str, T
     attention = makers[result]
     backward = [o for o in operations if spelled(o) == f"{spelled(attention)}_backward" and result in o.uses]
     product = makers.get(base_of(attention.operands[place], makers, values))
-    factor = None if product is None else factor_of(product, values)
+    factor = None if product is None else factor_alike(product, values)
     if product is None or factor is None or len(backward) > 1:
         return None
     dropped = [product]
@@ -157,7 +157,7 @@ def with_scale(program: Program, result: str, place: int, values: Mapping[str, T
         return None
     for operation in backward:
         readers = readers_of(operations, operation.makes[place], outside)
-        if readers is None or len(readers) != 1 or factor_of(readers[0], values) != factor:
+        if readers is None or len(readers) != 1 or factor_alike(readers[0], values) != factor:
             return None
         dropped += readers
     same = {operation.makes[0]: operation.args[0].name for operation in dropped}
@@ -174,14 +174,14 @@ def with_scale(program: Program, result: str, place: int, values: Mapping[str, T
     return keeping(renamed(program, same))
 
 
-def factor_of(operation: Operation, values: Mapping[str, Tensor]) -> float | None:
-    """The number by which an operation multiplies its only operand; None for another one."""
-    kind = FACTORS.get(spelled(operation))
-    if kind is None or len(operation.operands) != 1 or not isinstance(operation.args[0], Value) or operation.kwargs:
+def factor_alike(operation: Operation, values: Mapping[str, Tensor]) -> float | None:
+    """The number by which an operation multiplies its only operand, if its result lies as that does; None otherwise."""
+    factor = factor_of(operation)
+    if factor is None:
         return None
     x, y = values[operation.operands[0]], values[operation.makes[0]]
     same = (x.dtype, x.stride(), x.storage_offset()) == (y.dtype, y.stride(), y.storage_offset())
-    return kind(operation.args[1]) if same and operation.args[1] != 0 else None
+    return factor if same else None
 
 
 def readers_of(operations: Sequence[Operation], name: str, outside: frozenset[str]) -> list[Operation] | None:

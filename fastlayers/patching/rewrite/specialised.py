@@ -72,10 +72,10 @@ FACTORS: dict[str, Callable[[float], float]] = {
 def factor_of(operation: Operation) -> float | None:
     """The number that an operation multiplies a tensor by; None for 0, by which nothing is divided, and for another
     operation, such as a square."""
-    kind = spelled(operation)
-    if kind not in FACTORS or len(operation.operands) != 1 or isinstance(operation.args[1], Value):
+    factor = FACTORS.get(spelled(operation))
+    if factor is None or len(operation.operands) != 1 or isinstance(operation.args[1], Value) or operation.kwargs:
         return None
-    return FACTORS[kind](operation.args[1]) if operation.args[1] != 0 else None
+    return factor(operation.args[1]) if operation.args[1] != 0 else None
 
 
 def specialised(program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> Program:
