@@ -1435,9 +1435,11 @@ def attends(x, y, wq, wk, wv, wo):
     return out.transpose(1, 2).reshape(x.shape) @ wo
 
 
-@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", PLACES)
 def test_attention_takes_and_gives_tokens_in_order(device, dtype):
+    if INTERPRETED and dtype is torch.bfloat16:
+        pytest.skip("the interpreter has no bfloat16")
     tensors = [torch.randn(2, n, 32, device=device, dtype=dtype, requires_grad=True) for n in (24, 40)]
     tensors += [(torch.randn(32, 32, device=device, dtype=dtype) / 6).requires_grad_() for _ in range(4)]
     program, other = check(attends, *tensors)
@@ -1959,7 +1961,7 @@ def test_thin_products_that_stay_apart(device):
         changed = (z * 2).float() @ f
         changed.mul_(3)
         products = of_x, of_z, last, x.float() @ e, changed, (z * 2).float() @ a
-        return tuple(product.sin() for product in products)  # What is returned stays apart anyway.
+        return tuple(product.abs() for product in products)  # What is returned stays apart anyway.
 
     _, other = check(function, x, z, *factors)
     assert names_of(other.forward)["thin_products"] == 1

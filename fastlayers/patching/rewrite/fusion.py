@@ -75,9 +75,9 @@ def fused(program: Program, values: dict[str, Tensor]) -> Program:
     """
     fake = FakeTensorMode()
     program = without_repetitions(with_numbers(program, values), values)
+    program = with_scales(with_given_layouts(program, values, fake), values)  # before products take the factors
     program = with_sums_of_products(specialised(program, values, fake), values, fake)
     program = with_thin_products(with_values_again(program, values), values, fake)
-    program = with_scales(with_given_layouts(program, values, fake), values)
     program = absorbed(with_residuals(program, values), values, fake)
     unfused: set[int] = set()
     refused: frozenset[str] = frozenset()
