@@ -29,7 +29,7 @@ import fastlayers
 from fastlayers.graphs import module as graphs_module
 from fastlayers.graphs import pool as graphs_pool
 from fastlayers.graphs.capture import Replay
-from fastlayers.graphs.gradients import Gradients
+from fastlayers.graphs.gradients import Gradients, uses
 from fastlayers.graphs.pool import Call, Pool, in_one_segment
 from fastlayers.graphs.state import Counter, Generators, State, begun_collectives
 from fastlayers.patching.reasons import PatchError, Reason
@@ -635,11 +635,16 @@ def test_a_gradient_in_use_gets_memory_of_its_own():
     gradients, before = Gradients(tensors, lend=True), [t.clone() for t in tensors]
     first, second = gradients.hand_out()
     row, address, other = first[1], tensors[0].data_ptr(), tensors[1].data_ptr()
-    del first, second
+    del first, second, tensors
     gradients.move()
     assert torch.equal(row, before[0][1])
-    assert not address <= row.data_ptr() < address + tensors[0].nbytes
-    assert tensors[1].data_ptr() == other
+    assert not address <= row.data_ptr() < address + before[0].nbytes
+    assert not gradients.in_use()  # The next ones are copies, of what the graph writes where it did.
+    assert uses([row]) == uses([torch.empty(2)[1]])  # Nobody else keeps it.
+    first, second = gradients.hand_out()
+    assert first.data_ptr() != address
+    assert second.data_ptr() == other
+    assert gradients.in_use()
 
 
 @pytest.mark.parametrize("lend", [False, True])
@@ -660,20 +665,22 @@ def test_gradients_that_share_memory_are_copied(lend):
 @gpu
 @pytest.mark.parametrize("keep", [False, True])
 def test_gradients_take_no_second_memory(keep):
-    """Unless they are kept: then the graphs are captured again, for copies."""
+    """Unless they are kept: then these are copied from the next backward on."""
     _, graphed = pair()
-    kept = []
-    for x in inputs(8):
+    kept, others = [], set()
+    for i, x in enumerate(inputs(8)):
         step_of(graphed, x)
         if keep:
             kept.append(graphed.head.weight.grad)
+        if i > 3:
+            others.add(graphed.head.bias.grad.data_ptr())
         graphed.zero_grad()
     (row,) = fastlayers.graph_report(graphed).captured
     (signature,) = graphs_module.graphs_of(graphed).signatures.values()
     assert row.replays == 5
-    assert signature.lends is not keep
-    assert signature.changes == keep
+    assert signature.changes == 0
     assert len({grad.data_ptr() for grad in kept}) == len(kept)
+    assert len(others) == 1
 
 
 @gpu

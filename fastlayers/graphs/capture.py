@@ -61,7 +61,6 @@ class Capture:
         pattern, given: the arguments, as :func:`fastlayers.patching.rewrite.regions.flatten` gives them.
         used: the numbers of the results that received a gradient in calls before.
         draws: whether the forward draws random numbers on the GPU.
-        lends: whether the gradients may be handed out in the memory of the graphs.
         state: of the module.
         pool: the memory of the graphs.
 
@@ -77,7 +76,6 @@ class Capture:
         given: Sequence[Tensor],
         used: set[int],
         draws: bool,
-        lends: bool,
         state: State,
         pool: Pool,
     ) -> None:
@@ -88,7 +86,7 @@ class Capture:
         self.stale = ""
         #: The results that received a gradient for which there is no backward.
         self.missed: set[int] = set()
-        self._draws, self.lends = draws, lends
+        self._draws = draws
         self.autocast = autocast_state()
         self._number = pool.number()
         self._pending: ReferenceType[Call] | None = None
@@ -177,21 +175,19 @@ class Capture:
 
     @cached_property
     def _gradients(self) -> Gradients:
-        """Made after the capture: autograd's thread may keep a gradient for a moment after it has returned it.
-
-        Whether somebody still has one may differ between processes, and NCCL asks of all that they replay a collective
-        or that none does: they get copies.
-        """
-        return Gradients(self._grads, self.lends and not (self.pool.shared or self.communicates))
+        """Made after the capture: autograd's thread may keep a gradient for a moment after it has returned it."""
+        return Gradients(vars(self).pop("_grads"), lend=not self.pool.shared)
 
     # -- replaying -----------------------------------------------------------------------------------------------
 
     def holds(self) -> bool:
-        """Whether a call may be replayed. Afterwards nobody has a gradient in the memory of the graphs."""
+        """Whether a call may be replayed. Afterwards nobody has a gradient in the memory of the graphs.
+
+        A process that alone keeps gradients replays what the others do, as NCCL asks of collectives.
+        """
         if self._gradients.in_use():
             self.pool.write(self._number, self.device)
             self._gradients.move()
-            self.lends, self.stale = False, "its gradients are kept until the next forward"
         return not self.stale and self.state.holds()
 
     def busy(self) -> bool:

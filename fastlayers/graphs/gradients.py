@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import compress
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ class Gradients:
     """Tensors that the replays of a graph write into.
 
     To copy them would take as much memory again as the parameters have. But the next forward writes into that of its
-    graph, so somebody who still has a gradient then needs one with memory of its own.
+    graph, so somebody who still has a gradient then needs one with memory of its own. It is copied from then on.
 
     Args:
         grads: the tensors of the graph.
@@ -26,34 +25,48 @@ class Gradients:
     """
 
     def __init__(self, grads: Sequence[Tensor], lend: bool) -> None:
-        self._grads = grads
+        self._grads = [*grads]
         (alone,) = uses([torch.empty(1)])
         often = Counter(map(id, grads))
-        self._lent = [
-            lend and n == alone and often[id(t)] == 1 and whole(t) for n, t in zip(uses(grads), grads, strict=True)
-        ]
-        self._copied = [t for t, lent in zip(grads, self._lent, strict=True) if not lent]
-        self._storages = [t.untyped_storage() for t in compress(grads, self._lent)]
-        self._addresses = [storage._cdata for storage in self._storages]
-        self._idle = [*map(_uses, self._addresses)]
+        #: Of those that are lent, by their places, and how often these are used if nobody has one.
+        self._storages = {
+            i: t.untyped_storage()
+            for i, (t, n) in enumerate(zip(grads, uses(grads), strict=True))
+            if lend and n == alone and often[id(t)] == 1 and whole(t)
+        }
+        self._idle = self._present_uses()
 
     def hand_out(self) -> list[Tensor]:
         """The gradients of the last replay."""
-        copies = [torch.empty_like(t) for t in self._copied]
+        copied = [t for i, t in enumerate(self._grads) if i not in self._storages]
+        copies = [torch.empty_like(t) for t in copied]
         if copies:
-            torch._foreach_copy_(copies, self._copied)
+            torch._foreach_copy_(copies, copied)
         copy = iter(copies)
-        return [t.detach() if lent else next(copy) for t, lent in zip(self._grads, self._lent, strict=True)]
+        return [t.detach() if i in self._storages else next(copy) for i, t in enumerate(self._grads)]
 
     def in_use(self) -> bool:
-        """Whether somebody has a gradient that was handed out, or a view of one."""
-        return [*map(_uses, self._addresses)] != self._idle
+        """Whether somebody has a gradient that was lent, or a view of one."""
+        return self._present_uses() != self._idle
 
     def move(self) -> None:
-        """Give those that are in use memory of their own. What the graph writes afterwards is lost."""
-        for storage, address, idle in zip(self._storages, self._addresses, self._idle, strict=True):
-            if _uses(address) != idle:
-                storage.resize_(storage.nbytes())  # new memory, with what was in the old one
+        """Give those that are in use memory of their own. The graph writes where it did."""
+        now = self._present_uses()
+        for i in [i for i, idle in self._idle.items() if now[i] != idle]:
+            # Its memory stays part of the graph's, as that of what a graph has freed does.
+            self._grads[i] = same_memory(self._grads[i])
+            storage = self._storages.pop(i)
+            storage.resize_(storage.nbytes())  # new memory, with what was in the old one
+            del self._idle[i]
+
+    def _present_uses(self) -> dict[int, int]:
+        return {i: _uses(storage._cdata) for i, storage in self._storages.items()}
+
+
+def same_memory(t: Tensor) -> Tensor:
+    """A tensor in the memory of one that fills its storage, which does not keep it."""
+    memory = torch._C._construct_storage_from_data_pointer(t.data_ptr(), t.device, t.nbytes)
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(memory, 0, t.size(), t.stride())
 
 
 def uses(tensors: Sequence[Tensor]) -> list[int]:

@@ -46,7 +46,6 @@ class Signature:
         draws: whether random numbers are drawn on the GPU.
         chances: how many numbers are drawn on the CPU that decide nothing.
         waits: where a call waited for the GPU. Code that asks whether it is captured may do without.
-        lends: whether the gradients are handed out in the memory of the graphs: until some are kept for longer.
         changes: how often the modules changed after a capture.
         state: of the modules when a call was last watched.
     """
@@ -60,7 +59,6 @@ class Signature:
         self.draws = False
         self.chances = 0
         self.waits = ""
-        self.lends = True
         self.changes = 0
         self.state: State | None = None
         self._past = 0
@@ -76,7 +74,6 @@ class Signature:
         self.captures.remove(capture)
         self._past += capture.replays
         self.used |= capture.missed
-        self.lends &= capture.lends
         self.changes += 1
 
     @property
@@ -235,7 +232,6 @@ class Graphs:
                 given,
                 signature.used,
                 signature.draws,
-                signature.lends,
                 signature.state,
                 # Memory of its own takes less where there is one backward: its gradients need not be copied.
                 self.pool if self.inner or not torch.is_grad_enabled() else Pool(shared=False),
