@@ -28,10 +28,13 @@ from torch.utils.checkpoint import checkpoint
 import fastlayers
 from fastlayers.graphs import module as graphs_module
 from fastlayers.graphs import pool as graphs_pool
+from fastlayers.graphs import words
 from fastlayers.graphs.capture import Replay
 from fastlayers.graphs.gradients import Gradients, uses
 from fastlayers.graphs.pool import Call, Pool, in_one_segment
 from fastlayers.graphs.state import Counter, Generators, State, begun_collectives
+from fastlayers.graphs.words import InWords, concatenated
+from fastlayers.ops.dispatch import needs_operations
 from fastlayers.patching.reasons import PatchError, Reason
 from fastlayers.patching.rewrite.classes import become
 from fastlayers.patching.rewrite.regions import autocast_state, flatten, no_regions
@@ -1306,6 +1309,60 @@ def test_what_the_user_chose_for_segments_holds(allocator, value):
     with in_one_segment(GPU):
         assert graphs_pool.settings() == f"expandable_segments:{value}"
     assert graphs_pool.settings() == f"expandable_segments:{value}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_concatenation_in_words(dtype, monkeypatch):
+    """Of parts with gaps, as a reduce-scatter along the second dimension has them: with torch's bits and layout."""
+    seen, cat = [], torch.cat
+    monkeypatch.setattr(torch, "cat", lambda tensors, dim: seen.append(tensors[0].dtype) or cat(tensors, dim))
+    x, odd = torch.randn(4, 6, 16, dtype=dtype), torch.randn(4, 6, 9, dtype=dtype)
+    cases = {
+        "chunks": (x.chunk(3, 1), 0, True),
+        "rows": (x[:, 0].chunk(2), -2, True),
+        "the last dimension": (x.chunk(3, 1), -1, False),
+        "no gaps": ((x, x), 1, False),
+        "odd sizes": (odd.chunk(3, 1), 0, False),
+        "unaligned": ((x[:, :, 1:9], x[:, :, 1:9]), 0, False),
+        "columns": ((x[:, :, ::2], x[:, :, ::2]), 0, False),
+        "other dtypes": ((x[:, :2], x[:, 2:4].double()), 0, False),
+        "four dimensions": (x.view(2, 2, 6, 16).chunk(3, 2), 0, False),
+        "one dimension": ((torch.randn(0, dtype=dtype), x[:, 0]), 0, False),
+    }
+    for name, (tensors, dim, in_words) in cases.items():
+        seen.clear()
+        found, expected = concatenated(tensors, dim), cat(tensors, dim)
+        assert (found.dtype, found.stride()) == (expected.dtype, expected.stride()), name
+        assert torch.equal(found, expected), name
+        assert (seen == [torch.complex128]) is in_words, name
+
+
+def test_the_mode_of_a_captured_parallel_model(monkeypatch):
+    """It sees the concatenations of a forward and of a backward, and leaves regions as they are."""
+    seen = []
+    monkeypatch.setattr(words, "concatenated", lambda *args: seen.append(args) or concatenated(*args))
+    x = torch.randn(2, 4, 8, requires_grad=True)
+    with InWords():
+        assert not needs_operations()
+        torch.cat(x.detach().chunk(2, 1))
+        assert len(seen) == 1
+        Concatenates.apply(x).sum().backward()
+        assert len(seen) == 2
+    assert torch.equal(x.grad, torch.ones_like(x))
+    with Counter():
+        assert needs_operations()
+
+
+class Concatenates(torch.autograd.Function):
+    """The identity, whose backward is a concatenation, as that of an all-gather is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return torch.cat([part.clone() for part in dy.chunk(2, 1)], 1)
 
 
 def test_a_device_without_virtual_memory_has_fixed_segments(allocator, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any
 from weakref import ReferenceType, ref
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fastlayers.graphs.gradients import Gradients
 from fastlayers.graphs.pool import Call, Pool, in_one_segment
 from fastlayers.graphs.state import State, UncapturedError, begun_collectives
+from fastlayers.graphs.words import InWords
 from fastlayers.ops.dispatch import PLAIN
 from fastlayers.ops.dtensor import Whole, differentiable_shard_of, memory_of, shard_of
 from fastlayers.patching.rewrite.regions import Flat, autocast_as, autocast_state, drawing, random_state, unflatten
@@ -117,7 +118,7 @@ class Capture:
         args, kwargs = (unflatten(part, flat) for part in pattern)
         torch.clear_autocast_cache()  # A cast that was made before would be memory of somebody else.
         self._forward: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
-        with captured(self._forward, self.device, self.pool):
+        with captured(self._forward, self.device, self.pool, self.state.is_parallel):
             out = self.present(module, *args, **(kwargs or {}))
             results = Taken()
             try:
@@ -157,7 +158,7 @@ class Capture:
             results = [self.results[i] for i in self.used]
             # What autograd kept stays, so that no other graph that is captured into the same memory writes there.
             keep = self.pool.shared
-            with captured(self._backward, self.device, self.pool):
+            with captured(self._backward, self.device, self.pool, self.state.is_parallel):
                 grads = torch.autograd.grad(results, wanted, self._dys, retain_graph=keep, allow_unused=True)
                 self._whole_grads = [Whole.of(grad) for grad in grads if grad is not None]
                 grads = [None if grad is None else shard_of(grad) for grad in grads]
@@ -320,8 +321,8 @@ def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
 
 
 @contextmanager
-def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool) -> Iterator[None]:
-    """Capture what runs inside.
+def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool, in_words: bool) -> Iterator[None]:
+    """Capture what runs inside. ``in_words``: with concatenations in words.
 
     Raises:
         UncapturedError: something there cannot be captured; torch is as before.
@@ -332,7 +333,7 @@ def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool) -> I
     # What other threads do, such as one that pins the memory of batches, does not end the capture.
     capture = torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local")
     try:
-        with in_one_segment(device), capture:
+        with in_one_segment(device), capture, InWords() if in_words else nullcontext():
             yield
     except Exception as error:
         torch.cuda.set_stream(present)

@@ -348,6 +348,16 @@ def is_observed() -> bool:
 class Mode(TorchDispatchMode):
     """A mode of fastlayers, which knows the kernels."""
 
+    #: Whether it has to see the operations of a forward one by one.
+    needs_operations = True
+
+
+def needs_operations() -> bool:
+    """Whether a mode has to see the operations of a forward one by one."""
+    return bool(_dispatch_modes()) and not all(
+        isinstance(mode, Mode) and not mode.needs_operations for mode in _get_current_dispatch_mode_stack()
+    )
+
 
 def is_watched() -> bool:
     """Whether a mode of somebody else sees what torch's dispatcher does: a counter of FLOPs, or the policy of a

@@ -11,12 +11,11 @@ import sys
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fastlayers import backends
 from fastlayers.ops import reference
-from fastlayers.ops.dispatch import is_plain
+from fastlayers.ops.dispatch import is_plain, needs_operations
 from fastlayers.ops.low_rank import add_low_rank
 from fastlayers.patching.libraries.adapters import Adapter
 from fastlayers.patching.runtime.checks import original_class, untouched
@@ -66,7 +65,7 @@ def active(layer: Any, x: Any) -> tuple[tuple[Tensor, Tensor, float, float], ...
         not is_plain(x)
         or x.dtype not in reference.LOW_PRECISION
         or not backends.generates_kernels(x.device)
-        or torch._C._len_torch_dispatch_stack()
+        or needs_operations()
         or layer.disable_adapters
         or layer.merged
     ):

@@ -378,7 +378,7 @@ class Region:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (
             _thread.op_by_op
-            or _dispatch_modes()
+            or (_dispatch_modes() and dispatch.needs_operations())
             or _function_modes()
             or _transforms_active()
             or forward_ad._current_level >= 0
