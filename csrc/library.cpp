@@ -59,5 +59,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("cross_entropy_backward(Tensor dy, Tensor x, Tensor target, Tensor? weight, Tensor stats, int ignore_index, int reduction, float label_smoothing, float softcap, float z_loss) -> Tensor");
   m.def("cross_entropy_backward_(Tensor dy, Tensor(a!) x, Tensor target, Tensor? weight, Tensor stats, int ignore_index, int reduction, float label_smoothing, float softcap, float z_loss) -> ()");
   m.def("cross_entropy_chunk_(Tensor(a!) logits, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, float softcap, float z_loss, Tensor? grad_scale, bool want_grad, int columns) -> Tensor");
-  m.def("memsets_to_kernels(int graph) -> int");
 }

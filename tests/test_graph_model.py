@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import needs_gpu
-from sanitizer.selection import memset
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -1371,32 +1370,6 @@ def test_a_device_without_virtual_memory_has_fixed_segments(allocator, monkeypat
     monkeypatch.setattr(graphs_pool, "has_virtual_memory", lambda device: False)
     with in_one_segment(GPU):
         assert graphs_pool.settings() == ""
-
-
-@gpu
-def test_memsets_of_a_graph_are_kernels():
-    """The small ones, whatever they write, between kernels that write and read the same."""
-    x, half = torch.ones(300, device="cuda"), torch.zeros(5, device="cuda", dtype=torch.half)
-    odd, large = (torch.full((n,), 7, device="cuda", dtype=torch.uint8) for n in (1000, 2**20))
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
-        x.add_(1)
-        memset(x, 200, 0x40400000, 4)  # 3.0
-        memset(half[1:], 3, 0x3C00, 2)  # 1.0
-        memset(odd[1:], 997, 5)
-        memset(large, 2**20, 0)
-        y = x * 2
-        x.mul_(2)
-    found = [torch.ops.fastlayers.memsets_to_kernels(graph.raw_cuda_graph()) for _ in range(2)]
-    assert found == [3, 0]
-    graph.instantiate()
-    for first, rest in ((6.0, 4.0), (6.0, 10.0)):
-        graph.replay()
-        assert y.tolist() == [first] * 200 + [rest] * 100
-        assert torch.equal(x, y)
-    assert half.tolist() == [0, 1, 1, 1, 0]
-    assert odd.tolist() == [7, *[5] * 997, 7, 7]
-    assert not large.any()
 
 
 @gpu

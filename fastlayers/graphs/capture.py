@@ -13,7 +13,6 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from fastlayers import backends
 from fastlayers.graphs.gradients import Gradients
 from fastlayers.graphs.pool import Call, Pool, in_one_segment
 from fastlayers.graphs.state import State, UncapturedError, begun_collectives
@@ -118,7 +117,7 @@ class Capture:
         flat = Flat(self.inputs)
         args, kwargs = (unflatten(part, flat) for part in pattern)
         torch.clear_autocast_cache()  # A cast that was made before would be memory of somebody else.
-        self._forward = torch.cuda.CUDAGraph(keep_graph=True)
+        self._forward: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
         with captured(self._forward, self.device, self.pool, self.state.is_parallel):
             out = self.present(module, *args, **(kwargs or {}))
             results = Taken()
@@ -153,7 +152,7 @@ class Capture:
         places = [i for i, t in enumerate(self.inputs) if t.requires_grad]
         wanted = [*(self.inputs[i] for i in places), *leaves]
         grads: Sequence[Tensor | None] = [None] * len(wanted)
-        self._backward = torch.cuda.CUDAGraph(keep_graph=True)
+        self._backward = torch.cuda.CUDAGraph()
         self._whole_grads: list[Whole | None] = []
         if self.used:
             results = [self.results[i] for i in self.used]
@@ -340,10 +339,6 @@ def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool, in_w
         torch.cuda.set_stream(present)
         recover(graph, stream)
         raise UncapturedError(f"{type(error).__name__}: {error}".splitlines()[0]) from None
-    if backends.choose(device) == "cuda":
-        # cuBLAS sets counters to 0: 200 times in a step of Llama 1.2B, where each took 8 us of an H200 as a memset.
-        torch.ops.fastlayers.memsets_to_kernels(graph.raw_cuda_graph())
-    graph.instantiate()
 
 
 def recover(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:

@@ -6,7 +6,6 @@ A row of ``CLAIMED`` says which kernels of csrc its calls launch. tests/test_san
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -102,7 +101,7 @@ CLAIMED: dict[str, tuple[str, ...]] = {
     "linear_cross_entropy": ("cross_entropy_held",),
     "kl_div": ("kl_div_sum", "kl_div_elements", "kl_div_backward"),
     "kl_div_logits": ("divergence_forward", "divergence_backward"),
-    MORE: ("cast", "dropout_flat", "fill", "gather_backward", "scale_in_place", "update_running"),
+    MORE: ("cast", "dropout_flat", "gather_backward", "scale_in_place", "update_running"),
 }  # fmt: skip
 
 #: Samples that the table of ops does not have, and their dtypes.
@@ -320,28 +319,6 @@ def run_shard(dtype: torch.dtype, device: str) -> None:
         vocab_parallel._shard_backward(lse, x, target, lse, share, columns, options)
 
 
-def memset(first: Tensor, count: int, number: int, size: int = 1) -> None:
-    """Write numbers of so many bytes from the first element of a tensor on, as a memset of the present stream."""
-    name = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}[size]
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    failed = getattr(ctypes.CDLL("libcuda.so.1"), name)(
-        ctypes.c_void_p(first.data_ptr()), number, ctypes.c_size_t(count), stream
-    )
-    assert not failed, f"{name}: error {failed}"
-
-
-def run_graph(device: str) -> None:
-    """Memsets of a graph, which become kernels."""
-    x = torch.ones(1000, device=device)
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
-        memset(x[1:], 997, 7, 4)
-        memset(x, 3, 7)
-    torch.ops.fastlayers.memsets_to_kernels(graph.raw_cuda_graph())
-    graph.replay()
-    torch.cuda.synchronize()
-
-
 def more() -> Iterator[Case]:
     bf16, f32 = torch.bfloat16, torch.float32
     for backend, dtype in (("cuda", f32), ("cuda", bf16), ("triton", bf16)):
@@ -358,7 +335,6 @@ def more() -> Iterator[Case]:
         yield Case(MORE, "statistics", dtype, "cuda", lambda device, dtype=dtype: run_statistics(dtype, device))
         yield Case(MORE, "a patched block", dtype, None, lambda device, dtype=dtype: run_patched(dtype, device))
     yield Case(MORE, "autocast", f32, "cuda", lambda device: run_under_autocast(f32, device))
-    yield Case(MORE, "graph", f32, "cuda", run_graph)
     yield Case(MORE, "pointwise", bf16, "triton", lambda device: run_pointwise(bf16, device))
     for dtype in DTYPES:
         yield Case(MORE, "topk", dtype, "triton", lambda device, dtype=dtype: run_topk(dtype, device))
