@@ -44,6 +44,7 @@ from fastlayers.patching.rewrite.fusable import (
 )
 from fastlayers.patching.rewrite.kernel_writer import KernelWriter, NotFusableError, row_length
 from fastlayers.patching.rewrite.lowering import IN_PLACE, lowered
+from fastlayers.patching.rewrite.residual_products import with_residual_products
 from fastlayers.patching.rewrite.specialised import specialised
 from fastlayers.patching.rewrite.sums_after_norms import with_residuals
 from fastlayers.patching.rewrite.sums_of_products import with_sums_of_products
@@ -99,7 +100,7 @@ def fused(program: Program, values: dict[str, Tensor]) -> Program:
         if not left:
             kernels = [o.function for o in (*done.forward, *done.backward) if isinstance(o.function, Kernel)]
             compile_together(list(dict.fromkeys(kernels)))
-            return done
+            return with_residual_products(done, values)
         unfused |= left
 
 
