@@ -34,6 +34,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastlayers
 from fastlayers import backends, functional
+from fastlayers.graphs.state import Counter as Operations
+from fastlayers.graphs.words import InWords
 from fastlayers.ops import dispatch, elementwise, rotary, squeeze_excite
 from fastlayers.patching.reasons import PatchWarning, Refusal
 from fastlayers.patching.rewrite import executors, plan, regions
@@ -1354,6 +1356,21 @@ def test_modes_see_torchs_operations(differentiable):
     with Counting() as counting:  # of the backward alone, whose forward was a region
         torch.autograd.grad(out.sum(), x, create_graph=differentiable)
     assert counting.count > 20
+
+
+def test_modes_that_need_no_single_operations(monkeypatch):
+    """The one in which a parallel model is captured: regions run in it."""
+    region, x, seen = recorded(Block(), tokens()), tokens(), []
+    run = Region.run
+    monkeypatch.setattr(Region, "run", lambda *call: seen.append(call) or run(*call))
+    outs = [region(x)]
+    with InWords():
+        outs.append(region(x))
+    assert len(seen) == 2
+    with InWords(), Operations():
+        outs.append(region(x))
+    assert len(seen) == 2
+    torch.testing.assert_close(outs[1:], [outs[0]] * 2)
 
 
 def test_threads():
