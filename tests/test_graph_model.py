@@ -1353,6 +1353,25 @@ def test_the_mode_of_a_captured_parallel_model(monkeypatch):
         assert needs_operations()
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", [Counter, InWords])
+def test_modes_that_torch_compiles_in(mode):
+    """A function that was compiled as a whole before, and one that is then; and a higher-order operator."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    before, then = (torch.compile(lambda t: (t.sin() * 2).cos(), fullgraph=True, backend="eager") for _ in range(2))
+    x, q = torch.randn(4), torch.randn(1, 2, 16, 8)
+    expected = before(x)
+    with mode() as active:
+        found = before(x), then(x)
+        attended = flex_attention(q, q, q)
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[1], expected)
+    assert torch.equal(then(x), expected)
+    torch.testing.assert_close(attended, F.scaled_dot_product_attention(q, q, q))
+    assert mode is InWords or active.count > 6
+
+
 class Concatenates(torch.autograd.Function):
     """The identity, whose backward is a concatenation, as that of an all-gather is."""
 

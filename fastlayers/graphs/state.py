@@ -19,8 +19,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
+from torch._ops import HigherOrderOperator
 
-from fastlayers.ops.dispatch import PLAIN, Mode, is_dtensor
+from fastlayers.ops.dispatch import PLAIN, QuietMode, is_dtensor
 from fastlayers.ops.dtensor import handlers, memory_of
 from fastlayers.patching.capture.lookups import package, parts_of
 from fastlayers.patching.rewrite.regions import attentions
@@ -182,7 +183,7 @@ def names_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(own), frozenset(attributes)
 
 
-class Counter(Mode):
+class Counter(QuietMode):
     """Looks at the operations of torch in a call.
 
     Attributes:
@@ -204,6 +205,9 @@ class Counter(Mode):
         if any(each.__name__ == "DTensor" for each in types):
             return NotImplemented  # A DTensor calls operations on the shard of this rank, which are seen then.
         out = func(*args, **(kwargs or {}))
+        if isinstance(func, HigherOrderOperator):
+            self.count += 1
+            return out
         self.communicates |= communicates(func)
         returns = func._schema.returns
         self.count += not (returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write)

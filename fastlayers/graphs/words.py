@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlayers.ops.dispatch import Mode
+from fastlayers.ops.dispatch import QuietMode
 
 __all__ = ["InWords", "concatenated"]
 
@@ -22,7 +22,7 @@ CAT = torch.ops.aten.cat.default
 WORD = torch.complex128
 
 
-class InWords(Mode):
+class InWords(QuietMode):
     """Lets concatenations be of words where they can be."""
 
     needs_operations = False

@@ -352,6 +352,20 @@ class Mode(TorchDispatchMode):
     needs_operations = True
 
 
+class QuietMode(Mode):
+    """A mode in which torch compiles, and runs what it has compiled, as outside of one.
+
+    Dynamo skips a function that is called in another mode, in torch 2.13 for all calls to come, and raises an error if
+    it was to compile all of it, as flex_attention asks.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+
 def needs_operations() -> bool:
     """Whether a mode has to see the operations of a forward one by one."""
     return bool(_dispatch_modes()) and not all(
