@@ -99,7 +99,7 @@ class Capture:
             # Leaves of their own: those of the calls before belong to the streams of these.
             leaves = [nn.Parameter(p.detach()) for p in parameters]
             try:
-                with substituted(module, parameters, leaves):
+                with substituted(module, parameters, leaves), InWords() if state.is_parallel else nullcontext():
                     self._capture_forward(module, pattern)
                     self._capture_backward(parameters, leaves, used)
             finally:
@@ -118,7 +118,7 @@ class Capture:
         args, kwargs = (unflatten(part, flat) for part in pattern)
         torch.clear_autocast_cache()  # A cast that was made before would be memory of somebody else.
         self._forward: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
-        with captured(self._forward, self.device, self.pool, self.state.is_parallel):
+        with captured(self._forward, self.device, self.pool):
             out = self.present(module, *args, **(kwargs or {}))
             results = Taken()
             try:
@@ -158,7 +158,7 @@ class Capture:
             results = [self.results[i] for i in self.used]
             # What autograd kept stays, so that no other graph that is captured into the same memory writes there.
             keep = self.pool.shared
-            with captured(self._backward, self.device, self.pool, self.state.is_parallel):
+            with captured(self._backward, self.device, self.pool):
                 grads = torch.autograd.grad(results, wanted, self._dys, retain_graph=keep, allow_unused=True)
                 self._whole_grads = [Whole.of(grad) for grad in grads if grad is not None]
                 grads = [None if grad is None else shard_of(grad) for grad in grads]
@@ -177,7 +177,8 @@ class Capture:
     @cached_property
     def _gradients(self) -> Gradients:
         """Made after the capture: autograd's thread may keep a gradient for a moment after it has returned it."""
-        return Gradients(vars(self).pop("_grads"), lend=not self.pool.shared)
+        grads, self._grads = self._grads, []  # Nothing here may keep one that is moved.
+        return Gradients(grads, lend=not self.pool.shared)
 
     # -- replaying -----------------------------------------------------------------------------------------------
 
@@ -321,8 +322,8 @@ def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
 
 
 @contextmanager
-def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool, in_words: bool) -> Iterator[None]:
-    """Capture what runs inside. ``in_words``: with concatenations in words.
+def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool) -> Iterator[None]:
+    """Capture what runs inside.
 
     Raises:
         UncapturedError: something there cannot be captured; torch is as before.
@@ -333,7 +334,7 @@ def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool, in_w
     # What other threads do, such as one that pins the memory of batches, does not end the capture.
     capture = torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local")
     try:
-        with in_one_segment(device), capture, InWords() if in_words else nullcontext():
+        with in_one_segment(device), capture:
             yield
     except Exception as error:
         torch.cuda.set_stream(present)

@@ -28,22 +28,23 @@ class Gradients:
         self._grads = [*grads]
         (alone,) = uses([torch.empty(1)])
         often = Counter(map(id, grads))
-        #: Of those that are lent, by their places, and how often these are used if nobody has one.
-        self._storages = {
-            i: t.untyped_storage()
+        #: The storages that are lent, by the places of their gradients,
+        self._lent = {
+            i: t.untyped_storage()._cdata
             for i, (t, n) in enumerate(zip(grads, uses(grads), strict=True))
             if lend and n == alone and often[id(t)] == 1 and whole(t)
         }
+        #: and how often each is used if nobody has one.
         self._idle = self._present_uses()
 
     def hand_out(self) -> list[Tensor]:
         """The gradients of the last replay."""
-        copied = [t for i, t in enumerate(self._grads) if i not in self._storages]
+        copied = [t for i, t in enumerate(self._grads) if i not in self._lent]
         copies = [torch.empty_like(t) for t in copied]
         if copies:
             torch._foreach_copy_(copies, copied)
         copy = iter(copies)
-        return [t.detach() if i in self._storages else next(copy) for i, t in enumerate(self._grads)]
+        return [t.detach() if i in self._lent else next(copy) for i, t in enumerate(self._grads)]
 
     def in_use(self) -> bool:
         """Whether somebody has a gradient that was lent, or a view of one."""
@@ -53,14 +54,14 @@ class Gradients:
         """Give those that are in use memory of their own. The graph writes where it did."""
         now = self._present_uses()
         for i in [i for i, idle in self._idle.items() if now[i] != idle]:
+            del self._lent[i], self._idle[i]
+            storage = self._grads[i].untyped_storage()
             # Its memory stays part of the graph's, as that of what a graph has freed does.
             self._grads[i] = same_memory(self._grads[i])
-            storage = self._storages.pop(i)
             storage.resize_(storage.nbytes())  # new memory, with what was in the old one
-            del self._idle[i]
 
     def _present_uses(self) -> dict[int, int]:
-        return {i: _uses(storage._cdata) for i, storage in self._storages.items()}
+        return {i: _uses(address) for i, address in self._lent.items()}
 
 
 def same_memory(t: Tensor) -> Tensor:

@@ -201,17 +201,15 @@ class Counter(QuietMode):
         self.communicates = self.copies = self.decided = False
         self.chances: list[Tensor] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(each.__name__ == "DTensor" for each in types):
-            return NotImplemented  # A DTensor calls operations on the shard of this rank, which are seen then.
-        out = func(*args, **(kwargs or {}))
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
         if isinstance(func, HigherOrderOperator):
             self.count += 1
             return out
         self.communicates |= communicates(func)
         returns = func._schema.returns
         self.count += not (returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write)
-        given = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)]
+        given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
         if isinstance(out, Tensor) and out.is_cuda:
             # Arithmetic reads a tensor of one element on the host.
             least = 0 if func in COPIES else 1

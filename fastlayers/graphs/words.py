@@ -27,10 +27,8 @@ class InWords(QuietMode):
 
     needs_operations = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(each.__name__ == "DTensor" for each in types):
-            return NotImplemented  # A DTensor calls operations on the shard of this rank, which are seen then.
-        return concatenated(*args, **(kwargs or {})) if func is CAT else func(*args, **(kwargs or {}))
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return concatenated(*args, **kwargs) if func is CAT else func(*args, **kwargs)
 
 
 def concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:

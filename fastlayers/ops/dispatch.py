@@ -356,7 +356,7 @@ class QuietMode(Mode):
     """A mode in which torch compiles, and runs what it has compiled, as outside of one.
 
     Dynamo skips a function that is called in another mode, in torch 2.13 for all calls to come, and raises an error if
-    it was to compile all of it, as flex_attention asks.
+    it was to compile all of it, as flex_attention asks. Of a DTensor the mode sees the operations on this rank's shard.
     """
 
     supports_higher_order_operators = True
@@ -365,11 +365,20 @@ class QuietMode(Mode):
     def is_infra_mode(cls) -> bool:
         return True
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(each.__name__ == "DTensor" for each in types):
+            return NotImplemented  # The DTensor calls operations on the shard then.
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation."""
+        raise NotImplementedError
+
 
 def needs_operations() -> bool:
     """Whether a mode has to see the operations of a forward one by one."""
-    return bool(_dispatch_modes()) and not all(
-        isinstance(mode, Mode) and not mode.needs_operations for mode in _get_current_dispatch_mode_stack()
+    return bool(_dispatch_modes()) and any(
+        getattr(mode, "needs_operations", True) for mode in _get_current_dispatch_mode_stack()
     )
 
 

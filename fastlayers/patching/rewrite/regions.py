@@ -100,7 +100,6 @@ FEW = 0.1
 #: Refused calls, without one region that was made, after which a class is not tried any more: a test costs 8 us.
 MAX_REFUSALS = 3
 
-_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
 _saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -378,7 +377,7 @@ class Region:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (
             _thread.op_by_op
-            or (_dispatch_modes() and dispatch.needs_operations())
+            or dispatch.needs_operations()
             or _function_modes()
             or _transforms_active()
             or forward_ad._current_level >= 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.rewrite.fusable import makers_of, spelled, written
+from fastlayers.patching.rewrite.fusable import base_of, makers_of, spelled, written
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, storage
 
 __all__ = ["with_residual_products"]
@@ -32,13 +32,8 @@ def with_residual_products(program: Program, values: dict[str, Tensor]) -> Progr
     operations = program.forward
     makers = makers_of(operations)
 
-    def base_of(name: str) -> str:
-        while (maker := makers.get(name)) is not None and maker.view:
-            name = maker.args[0].name
-        return name
-
     def memory(name: str) -> Hashable:
-        base = base_of(name)  # A copy may have become a view.
+        base = base_of(name, makers, values)  # A copy may have become a view.
         return storage(values[base]) if base in values else base
 
     needed = (*program.inputs, *program.constants, *program.results, *program.kept)
@@ -56,7 +51,7 @@ def with_residual_products(program: Program, values: dict[str, Tensor]) -> Progr
     for place, operation in enumerate(operations):
         for product, h in pairs_of(operation, values):
             chain = product_of(product, makers, used)
-            maker = makers.get(base_of(h))
+            maker = makers.get(base_of(h, makers, values))
             if not chain or maker is None or maker.effect:
                 continue
             own, start = memory(h), places[chain[0].makes[0]]
