@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import statistics
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,8 @@ from fastlayers import patch_model
 pytestmark = pytest.mark.cpu_kernels
 
 WIDTH = 32
+#: Models and inputs of which the median counts: errors of a handful of numbers differ by 2x with luck, torch's too.
+DRAWS = 5
 
 
 class Decoder(nn.Module):
@@ -64,9 +68,10 @@ class Images(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.pool(self.stem(x))
         x = F.relu(self.norm1(self.conv1(x)) + x)
+        x = F.hardswish(self.norm3(self.depthwise(x)))
         x = F.silu(self.norm2(self.conv2(x)))
-        x = x * torch.sigmoid(self.expand(F.silu(self.reduce(x.mean((2, 3), keepdim=True)))))
-        return F.hardswish(self.norm3(self.depthwise(x)))
+        # Last: a batch norm after it would leave next to nothing of the gradients of a gate, which scales channels.
+        return x * torch.sigmoid(self.expand(F.silu(self.reduce(x.mean((2, 3), keepdim=True)))))
 
 
 def decoder_inputs(rows: int) -> tuple[Tensor, ...]:
@@ -109,23 +114,28 @@ def answers(model: nn.Module, inputs: tuple[Tensor, ...], training: bool) -> dic
 @pytest.mark.parametrize("case", CASES)
 def test_answers(case: str, dtype: torch.dtype, training: bool, rows: int) -> None:
     make, inputs_of = CASES[case]
-    model = make()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model = model.to(dtype).train(training)
-    inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs_of(rows))
-    patched = copy.deepcopy(model)
-    assert patch_model(patched).modules
-    exact = answers(
-        copy.deepcopy(model).double(), tuple(t.double() if t.is_floating_point() else t for t in inputs), training
-    )
-    stock, ours = answers(model, inputs, training), answers(patched, inputs, training)
-    assert ours.keys() == stock.keys() == exact.keys()
-    for name, value in ours.items():
-        assert value.dtype == stock[name].dtype
-        assert value.stride() == stock[name].stride(), name
-        # A mean of values around 0 is off by a rounding of these, not of its own.
-        scale = max(exact[name].norm(), 0.1 if name.endswith("running_mean") else 0.0)
-        errors = [(t[name].double() - exact[name]).norm() for t in (ours, stock)]
-        assert errors[0] <= 1.5 * errors[1] + torch.finfo(dtype).eps * scale, (name, errors)
+    found = defaultdict[str, list[tuple[float, float]]](list)
+    for _ in range(DRAWS):
+        model = make()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        model = model.to(dtype).train(training)
+        inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs_of(rows))
+        patched = copy.deepcopy(model)
+        assert patch_model(patched).modules
+        exact = answers(
+            copy.deepcopy(model).double(), tuple(t.double() if t.is_floating_point() else t for t in inputs), training
+        )
+        stock, ours = answers(model, inputs, training), answers(patched, inputs, training)
+        assert ours.keys() == stock.keys() == exact.keys()
+        for name, value in ours.items():
+            assert value.dtype == stock[name].dtype
+            assert value.stride() == stock[name].stride(), name
+            # A mean of values around 0 is off by a rounding of these, not of its own.
+            scale = max(exact[name].norm().item(), 0.1 if name.endswith("running_mean") else 0.0)
+            own, torchs = ((t[name].double() - exact[name]).norm().item() / scale for t in (ours, stock))
+            found[name].append((own, torchs))
+    for name, errors in found.items():
+        own, torchs = map(statistics.median, zip(*errors, strict=True))
+        assert own <= 1.5 * torchs + torch.finfo(dtype).eps, (name, own, torchs)
