@@ -2565,7 +2565,9 @@ LINEAR_LOG_PROB = Op(
         of_linear("logit scale, bias", logit_scale=3.0, bias=True, entropy=True),
         of_linear("everything", (9, 8), bias=True, target=some_ignored, softcap=3.0, logit_scale=0.5, entropy=True),
         of_linear("low rank", (9, 8), low_rank=3, entropy=True, target=some_ignored, smooth=True),
-        of_linear("low rank, odd vocabulary", (9, 24), 1003, low_rank=4, bias=True, logit_scale=0.5, entropy=True),
+        # Rows enough that torch's greatest error is more than luck: it has been half of ours in one draw of 9.
+        of_linear("low rank, odd vocabulary", (41, 24), 1003, low_rank=4, bias=True, logit_scale=0.5, entropy=True,
+                  chunk_size=16),
         of_linear("strided operands", layout=strided, entropy=True),
         of_linear("weight without gradient", weight=Input((13, 8), grad=False), entropy=True),
         of_linear("hidden without gradient", hidden=Input((6, 8), grad=False), entropy=True),
