@@ -6,21 +6,19 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from fastlayers import build as builder
 from fastlayers.patching.libraries import targets
 from fastlayers.patching.libraries.targets import TARGET, Shapes
+from fastlayers.tables import Table, make_console
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +28,7 @@ if TYPE_CHECKING:
 
     Inputs: TypeAlias = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
 
-#: What goes to a pipe or a file is not wrapped: a line there is a row.
-console = Console(width=None if sys.stdout.isatty() else 100_000)
+console = make_console()
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -45,18 +42,10 @@ def main() -> None:
 @main.command()
 def info() -> None:
     """Show what was built and which backends this machine has."""
-    table = Table("", "", title="fastlayers", title_justify="left", show_header=False)
-    table.columns[1].overflow = "fold"
-    for name, value in _versions():
-        table.add_row(name, escape(value))
-    table.add_section()
-    for name, value in (*_built(), ("regions are run by", _executor())):
-        table.add_row(name, escape(value))
+    rows = [*_versions(), *_built(), ("regions are run by", _executor())]
     if forced := os.environ.get("FASTLAYERS_BACKEND"):
-        table.add_section()
-        table.add_row("FASTLAYERS_BACKEND", escape(_describe_forced(forced)))
-    console.print(table)
-    console.print(_backends())
+        rows.append(("FASTLAYERS_BACKEND", _describe_forced(forced)))
+    console.print(Table(("", ""), rows), "", _backends())
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -118,13 +107,13 @@ def _describe_forced(name: str) -> str:
 def _backends() -> Table:
     from fastlayers import backends
 
-    table = Table("backend", "here", "why not", "how to get it", title="backends", title_justify="left")
-    for name, reason in backends.available().items():
-        if reason is None:
-            table.add_row(name, "[green]yes[/]", "", "")
-        else:
-            table.add_row(name, "[red]no[/]", escape(reason), escape(_how_to_get(name)))
-    return table
+    reasons = backends.available()
+    rows = [
+        (name, "yes", "", "") if reason is None else (name, "no", reason, _how_to_get(name))
+        for name, reason in reasons.items()
+    ]
+    styles = ["green" if reason is None else "yellow" for reason in reasons.values()]
+    return Table(("backend", "here", "why not", "how to get it"), rows, styles=styles)
 
 
 def _how_to_get(backend: str) -> str:
@@ -226,9 +215,7 @@ def _load(target: str, tiny: bool, weights: bool = True) -> nn.Module:
 
 
 def _print(report: Report, form: str) -> None:
-    if form == "table" and not console.is_terminal:
-        click.echo(str(report))
-    elif form == "table":
+    if form == "table":
         console.print(report)
     else:
         click.echo(report.to_markdown() if form == "markdown" else report.to_json())

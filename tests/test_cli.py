@@ -45,7 +45,7 @@ def test_info_says_why_nothing_was_built(run, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("eager", "eager, forced "), ("metal", "unknown backend 'metal'; expected one of eager")],
+    [("eager", "eager, forced\n"), ("metal", "unknown backend 'metal'; expected one of eager")],
 )
 def test_info_says_what_the_environment_forces(run, monkeypatch, name, expected):
     assert "FASTLAYERS_BACKEND" not in run("info").output
@@ -100,7 +100,7 @@ def test_build_of_what_runs_regions(run, monkeypatch, tmp_path):
 @pytest.mark.parametrize(("problem", "expected"), [(None, "C++"), ("not built on Sundays", "Python: not built on")])
 def test_info_says_what_runs_regions(run, monkeypatch, problem, expected):
     monkeypatch.setattr(executors, "problem", problem)
-    assert f"regions are run by │ {expected}" in run("info").output
+    assert f"regions are run by  {expected}" in run("info").output
 
 
 def test_build_without_a_compiler(run, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import cProfile
 import gc
-import io
 import json
 import linecache
 import pickle
@@ -464,7 +463,7 @@ def test_report(net):
         assert "details" not in str(each)
 
 
-def test_equal_rows_share_a_line():
+def test_equal_rows_share_a_line(monkeypatch):
     """Patched ones in places that differ in numbers, and those of one class that were left alone for one reason."""
 
     class Branches(nn.Module):
@@ -474,6 +473,7 @@ def test_equal_rows_share_a_line():
     block = nn.ModuleDict({"first": Branches(), "second": Branches(), "soft": nn.Softmax(-1)})
     model = nn.ModuleDict({"blocks": nn.ModuleList(copy.deepcopy(block) for _ in range(3)), "soft": nn.Softmax(-1)})
     report = plan_patch(model)
+    monkeypatch.setenv("COLUMNS", "200")
     assert [line.split()[:5] for line in str(report).splitlines()[2:5]] == [
         ["blocks.0.first,", "...", "6", "x", "Branches"],
         ["blocks.*.soft", "3", "x", "Softmax", "FusedSoftmax"],
@@ -541,11 +541,6 @@ def test_report_in_other_forms(net):
     markdown = report.to_markdown()
     assert "| layer1.* | 2 x Block | FusedBlock | batch_norm_add_act |" in markdown
     assert "pattern 'nowhere' matched nothing" in markdown
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), width=200)
-    console.print(report)
-    assert re.search(r"layer1\.\*\s+│ 2 x Block\s+│ FusedBlock\s+│ batch_norm_add_act", console.file.getvalue())
 
 
 def test_rich_is_imported_for_printing_only():

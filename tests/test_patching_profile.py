@@ -158,16 +158,12 @@ def test_wrappers_are_looked_through(net, x):
 def test_the_table_in_every_form():
     text = str(REPORT)
     assert text.startswith("Net, 2 modules patched, forward and backward on CPU, 1 threads: 2.00x as fast")
-    assert "  elementwise   2.000 ms   0.000 ms  -100 %" in text
+    assert "  elementwise    2.000 ms  0.000 ms  -100 %" in text
     assert "| peak memory | 4.0 KiB | 2.0 KiB | -50 % |" in REPORT.to_markdown()
     data = json.loads(REPORT.to_json())
     assert data["speedup"] == 2.0
     assert data["before"]["kinds"] == {"norm": 1.0, "elementwise": 2.0}
     assert data["after"]["device_ms"] == 1.5
-    rich = pytest.importorskip("rich.console")
-    console = rich.Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(REPORT)
-    assert "elementwise" in console.export_text()
 
 
 def test_the_picture(tmp_path, monkeypatch):

@@ -36,6 +36,7 @@ def blocks(text: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("page", [name for name, text in PAGES.items() if "```python" in text and name != TUTORIAL])
 def test_python_blocks_run_and_print_what_it_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
     module = types.ModuleType("readme")  # Dynamo imports the module of a function that it inlines.
     monkeypatch.setitem(sys.modules, "readme", module)
     namespace = vars(module)

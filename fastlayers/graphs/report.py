@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fastlayers.patching.report import Report, markdown_table, plain_table, readable
+from fastlayers.patching.report import Report, readable
+from fastlayers.tables import Table
 
 __all__ = ["GraphReport", "GraphRow"]
 
@@ -60,37 +61,16 @@ class GraphReport(Report):
         memory = readable(sum(row.memory for row in self.rows))
         return f"{self.model or 'model'}: {graphs} calls captured, replayed {replays} times, {memory} reserved"
 
-    def _header(self) -> tuple[str, ...]:
-        return ("module", "class", "call", "replays", "memory", "state")
-
-    def _table(self) -> list[tuple[str, ...]]:
-        return [
+    def _table(self) -> Table:
+        """A row for each module and signature."""
+        header = ("module", "class", "call", "replays", "memory", "state")
+        rows = [
             (row.fqn or "(model)", row.was, row.what, str(row.replays), readable(row.memory) if row.memory else "",
              f"{row.state}: {row.reason}" if row.reason else row.state)
             for row in self.rows
         ]  # fmt: skip
-
-    def __str__(self) -> str:
-        lines = self._table()
-        return "\n".join([self.summary(), *(plain_table(self._header(), lines) if lines else [])])
-
-    def __rich__(self) -> Any:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(title=Text(self.summary()), title_justify="left")
-        for column in self._header():
-            table.add_column(column, overflow="fold", justify="right" if column in ("replays", "memory") else "left")
-        for row, line in zip(self.rows, self._table(), strict=True):
-            style = {"captured": "green", "uncaptured": "yellow"}.get(row.state, "dim")
-            table.add_row(*(Text(cell, style=style) for cell in line))
-        return table
-
-    def to_markdown(self) -> str:
-        """The table in Markdown, after the summary."""
-        lines = self._table()
-        table = ["", *markdown_table(self._header(), lines)] if lines else []
-        return "\n".join([self.summary(), *table]) + "\n"
+        styles = [{"captured": "green", "uncaptured": "yellow"}.get(row.state, "dim") for row in self.rows]
+        return Table(header, rows, self.summary(), right=("replays", "memory"), styles=styles)
 
     def to_dict(self) -> dict[str, Any]:
         """All rows as plain Python data."""

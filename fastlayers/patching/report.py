@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastlayers.patching.reasons import Reason
+from fastlayers.tables import Table
 
-__all__ = ["QUIET", "PatchReport", "Report", "Row", "markdown_table", "plain_table", "readable"]
+__all__ = ["QUIET", "PatchReport", "Report", "Row", "readable"]
 
 #: With these reasons there was nothing to do. A table only counts such rows, but for those with a detail.
 QUIET = frozenset({Reason.NO_RULE, Reason.NOTHING_TO_FUSE, Reason.NOT_SELECTED, Reason.SAVES_NOTHING})
@@ -74,12 +75,18 @@ class Report(abc.ABC):
         """The report as plain Python data."""
 
     @abc.abstractmethod
-    def to_markdown(self) -> str:
-        """The report as Markdown."""
+    def _table(self) -> Table:
+        """What is printed."""
 
-    @abc.abstractmethod
-    def __rich__(self) -> Any:
-        """What rich prints."""
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def __rich__(self) -> Table:
+        return self._table()
+
+    def to_markdown(self) -> str:
+        """The report as Markdown: the summary, a table, and what follows it."""
+        return self._table().to_markdown()
 
     def to_json(self, indent: int | None = 2) -> str:
         """:meth:`to_dict` as JSON."""
@@ -98,21 +105,6 @@ def shared_name(rows: Sequence[Row]) -> str:
         return f"{first}, ..."
     parts = zip(*(name.split(".") for name in (first, *others)), strict=True)
     return ".".join(part[0] if len({*part}) == 1 else "*" for part in parts)
-
-
-def plain_table(header: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> list[str]:
-    """The lines of a plain-text table. Every column but the last is padded."""
-    widths = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header) - 1)]
-    return [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
-        for line in (header, *lines)
-    ]
-
-
-def markdown_table(header: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> list[str]:
-    """The lines of a table in Markdown."""
-    rows = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-    return ["| " + " | ".join(row) + " |" if row else "|" + "---|" * len(header) for row in (list(header), [], *rows)]
 
 
 def readable(count: int) -> str:
@@ -196,10 +188,6 @@ class PatchReport(Report):
         saved = "" if self.bytes_saved is None else f"; about {readable(self.bytes_saved)} a step less to move"
         return f"{self.model or 'model'}: {len(self.patched)} of {len(self.rows)} modules patched: {places}{saved}"
 
-    def _header(self) -> tuple[str, ...]:
-        saved = () if self.bytes_saved is None else ("saved a step",)
-        return ("module", "was", "became", *saved, "fused, or why not")
-
     def _groups(self) -> list[list[Row]]:
         """The rows to print, those that share a line in one list."""
         groups: dict[Any, list[Row]] = {}
@@ -211,17 +199,21 @@ class PatchReport(Report):
             groups.setdefault(key, []).append(row)
         return list(groups.values())
 
-    def _table(self) -> list[tuple[str, ...]]:
-        lines = []
-        between = len(self._header()) - 4
+    def _table(self) -> Table:
+        """A row for what was patched or refused; equal modules share one."""
+        saved = () if self.bytes_saved is None else ("saved a step",)
+        lines, styles = [], []
         for rows in self._groups():
             row = rows[0]
             count = f"{len(rows)} x " if len(rows) > 1 else ""
             known = [each.bytes_saved for each in rows if each.bytes_saved is not None]
-            saved = (readable(sum(known)) if known else "",) * between
-            lines.append((shared_name(rows), f"{count}{row.was}", row.became or "-", *saved, row.outcome()))
-            lines.extend(("", "", "", *("",) * between, f"left: {note}") for note in row.notes())
-        return lines
+            bytes_saved = (readable(sum(known)) if known else "",) * len(saved)
+            lines.append((shared_name(rows), f"{count}{row.was}", row.became or "-", *bytes_saved, row.outcome()))
+            notes = [("", "", "", *("" for _ in saved), f"left: {note}") for note in row.notes()]
+            lines += notes
+            styles += ["green" if row.became else "yellow", *("dim" for _ in notes)]
+        header = ("module", "was", "became", *saved, "fused, or why not")
+        return Table(header, lines, self.summary(), self._footer(), right=saved, styles=styles)
 
     def _footer(self) -> list[str]:
         counts = Counter(row.reason.value for row in self.rows if row.reason is not None and is_counted(row))
@@ -231,37 +223,6 @@ class PatchReport(Report):
         if any(len(rows) > 1 for rows in self._groups()):
             quiet.append("a line with a count stands for several modules; details=True gives each its own")
         return [*quiet, *(f"pattern {pattern!r} matched nothing" for pattern in self.unmatched)]
-
-    def __str__(self) -> str:
-        lines = self._table()
-        table = plain_table(self._header(), lines) if lines else []
-        return "\n".join([self.summary(), *table, *self._footer()])
-
-    def __rich__(self) -> Any:
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        footer = [Text(line, style="dim") for line in self._footer()]
-        lines = self._table()
-        if not lines:
-            return Group(Text(self.summary()), *footer)
-        table = Table(title=Text(self.summary()), title_justify="left")
-        *names, outcome = self._header()
-        for column in names:  # A name that is broken cannot be copied.
-            table.add_column(column, no_wrap=True, justify="right" if column == "saved a step" else "left")
-        table.add_column(outcome, overflow="fold")
-        for line in lines:
-            fqn, _, became, *_ = line
-            style = "green" if became not in ("-", "") else ("dim" if fqn == "" else "yellow")
-            table.add_row(*(Text(cell, style=style) for cell in line))
-        return Group(table, *footer)
-
-    def to_markdown(self) -> str:
-        """The table in Markdown, after the summary; the counts of modules without a row follow."""
-        table = self._table()
-        lines = ["", *markdown_table(self._header(), table)] if table else []
-        return "\n".join([self.summary(), *lines, "", *(f"- {line}" for line in self._footer())]).rstrip() + "\n"
 
     def to_dict(self) -> dict[str, Any]:
         """All rows as plain Python data, also of modules with nothing to fuse."""

@@ -25,10 +25,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fastlayers.patching.measure.runs import buffers_aside, loss_or_outputs, rng_state, trains, unwrap
-from fastlayers.patching.report import Report, markdown_table, plain_table, readable
+from fastlayers.patching.report import Report, readable
 from fastlayers.patching.rewrite.classes import working
 from fastlayers.patching.rewrite.plan import unpatched
 from fastlayers.patching.runtime.checks import original_class
+from fastlayers.tables import Table
 
 __all__ = ["Measurement", "ProfileReport", "profile_patch"]
 
@@ -137,7 +138,8 @@ class ProfileReport(Report):
         step = "forward and backward" if self.training else "forward"
         return f"{self.model}, {self.patched} modules patched, {step} on {self.device}: {self.speedup:.2f}x as fast"
 
-    def _table(self) -> list[tuple[str, ...]]:
+    def _table(self) -> Table:
+        """A row for the step, for each kind of kernel, for their number and for the memory."""
         before, after = self.before, self.after
         device = "GPU time" if self.on_gpu else "operators"
         rows = [("step", before.step_ms, after.step_ms), (device, before.device_ms, after.device_ms)]
@@ -146,25 +148,8 @@ class ProfileReport(Report):
         count = "kernels" if self.on_gpu else "operator calls"
         lines.append((count, str(before.kernels), str(after.kernels), change(before.kernels, after.kernels)))
         a, b = before.peak_bytes, after.peak_bytes
-        return [*lines, ("peak memory", readable(a), readable(b), change(a, b))]
-
-    def __str__(self) -> str:
-        return "\n".join([self.summary(), *plain_table(HEADER, self._table())])
-
-    def __rich__(self) -> Any:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(title=Text(self.summary()), title_justify="left")
-        for i, column in enumerate(HEADER):
-            table.add_column(column, justify="right" if i else "left")
-        for line in self._table():
-            table.add_row(*map(Text, line))
-        return table
-
-    def to_markdown(self) -> str:
-        """The summary and the table in Markdown."""
-        return "\n".join([self.summary(), "", *markdown_table(HEADER, self._table())]) + "\n"
+        lines.append(("peak memory", readable(a), readable(b), change(a, b)))
+        return Table(HEADER, lines, self.summary(), right=HEADER[1:])
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain Python data."""

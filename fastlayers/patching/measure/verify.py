@@ -21,12 +21,13 @@ from fastlayers.ops.residual import masks_of_torch
 from fastlayers.patching.measure.runs import rng_state, seed_everything, standing_in, unwrap
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
 from fastlayers.patching.reasons import PatchWarning
-from fastlayers.patching.report import Report, markdown_table
+from fastlayers.patching.report import Report
 from fastlayers.patching.rewrite.classes import working
 from fastlayers.patching.rewrite.plan import unpatched
 from fastlayers.patching.rewrite.regions import no_regions
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 from fastlayers.patching.runtime.lazy import LATE, LazyTensor
+from fastlayers.tables import Table
 
 __all__ = ["Comparison", "VerifyReport", "verify_patch"]
 
@@ -96,12 +97,16 @@ class VerifyReport(Report):
     def failures(self) -> tuple[Comparison, ...]:
         return tuple(comparison for comparison in self.comparisons if not comparison.ok)
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """One line: whether everything agrees, and how much was compared."""
         mode = "training" if self.training else "eval"
         verdict = "equal" if self.ok else f"{len(self.failures)} of {len(self.comparisons)} tensors DIFFER"
-        lines = [
-            f"verify: {verdict} ({self.patched} modules patched, {len(self.comparisons)} tensors compared, {mode} mode)"
-        ]
+        compared = f"{self.patched} modules patched, {len(self.comparisons)} tensors compared, {mode} mode"
+        return f"verify: {verdict} ({compared})"
+
+    def _table(self) -> Table:
+        """The summary and the worst comparisons, without columns."""
+        lines = [self.summary()]
         if all(comparison.ok and comparison.error == 0 for comparison in self.comparisons):
             lines.append("  every value is the same")
         else:
@@ -119,12 +124,7 @@ class VerifyReport(Report):
             lines.append(
                 f"  the first module that differs in the backward: {self.first_gradient_difference or '(model)'}"
             )
-        return "\n".join(lines)
-
-    def __rich__(self) -> Any:
-        from rich.text import Text
-
-        return Text(str(self), style="green" if self.ok else "red")
+        return Table(title="\n".join(lines), style="green" if self.ok else "red")
 
     def to_markdown(self) -> str:
         """Every comparison as a row of a Markdown table."""
@@ -132,8 +132,7 @@ class VerifyReport(Report):
             (row.name, f"{row.error:.3g}", f"{row.tolerance:.3g}", "equal" if row.ok else row.problem or "differs")
             for row in self.comparisons
         ]
-        first = str(self).partition("\n")[0]
-        return "\n".join([first, "", *markdown_table(("tensor", "error", "tolerance", ""), rows)]) + "\n"
+        return Table(("tensor", "error", "tolerance", ""), rows, self.summary()).to_markdown()
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain Python data."""
