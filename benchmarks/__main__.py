@@ -21,6 +21,7 @@ from benchmarks.implementations import TITLES
 from benchmarks.networks import MODES, NETWORKS
 from benchmarks.run import DeviceLostError, Settings
 from benchmarks.run import run as run_cases
+from fastlayers.tables import make_console
 
 RESULTS = Path(__file__).with_name("results")
 SUITES = ("bars", "sweep", "cpu")
@@ -273,7 +274,7 @@ def draw(results: dict[str, Any], out: Path, name: str) -> None:
 
 
 def show(results: dict[str, Any]) -> None:
-    renderer(results).print_tables(results, wide_console())
+    renderer(results).print_tables(results, make_console(highlight=False))
 
 
 def show_and_draw(path: Path) -> None:
@@ -298,11 +299,6 @@ def load(path: Path) -> dict[str, Any]:
     if missing:
         raise click.ClickException(f"{path} is no result of this benchmark: it has no {', '.join(sorted(missing))}")
     return results
-
-
-def wide_console() -> Console:
-    """A console that does not wrap rows if the output is not a terminal."""
-    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
 
 
 if __name__ == "__main__":

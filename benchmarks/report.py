@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from benchmarks.implementations import GPU_RIVALS, RIVALS, TITLES
+from fastlayers.tables import Table
 
 #: Two times within this factor count as equal: the same kernel differs by about that much from run to run.
 NOISE = 1.03
@@ -232,20 +231,17 @@ def print_table(
     heads: tuple[str, ...] = HEADS,
     titles: Mapping[str, str] = TITLES,
 ) -> None:
-    styles = {"good": "green", "bad": "bold red", "note": "dim"}
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None)
-    for heading in heads:
-        table.add_column(heading, no_wrap=True)
     shown = columns(content, titles)
-    for name in shown:
-        table.add_column(titles[name], justify="right", no_wrap=True)
-    if any(line.verdicts for line in content):
-        table.add_column("verdict")
+    numbers = [titles[name] for name in shown]
+    judged = any(line.verdicts for line in content)
+    rows = []
     for line in content:
-        verdict = Text("; ").join(Text(text, styles[kind]) for text, kind in line.verdicts)
+        verdict = "; ".join(text for text, _ in line.verdicts)
         cells = (line.cells.get(name, "") for name in shown)
-        table.add_row(*line.labels, *cells, verdict, style="on grey11" if line.loses else "")
-    console.print(table, "")
+        rows.append([*line.labels, *cells, *([verdict] if judged else [])])
+    header = [*heads, *numbers, *(["verdict"] if judged else [])]
+    styles = ["red" if line.loses else "" for line in content]
+    console.print(Table(header, rows, title, right=numbers, style="bold", styles=styles), "")
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import json
 import os
 import pty
 import random
@@ -111,6 +112,21 @@ def test_info_fits(width, monkeypatch):
     unwrapped = CliRunner().invoke(cli.main, ["info"]).output
     monkeypatch.setattr(cli.console, "width", width)
     check(CliRunner().invoke(cli.main, ["info"]).output, unwrapped, width)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["cpu", "cpu_models", "fine_tuning", "losses", "models", "parallel"])
+def test_tables_of_benchmarks_fit(name, width, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from benchmarks.__main__ import renderer
+
+    results = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    texts = {}
+    for each in (width, ENOUGH):
+        console = Console(file=io.StringIO(), width=each)
+        renderer(results).print_tables(results, console)
+        texts[each] = console.file.getvalue()
+    check(texts[width], texts[ENOUGH], width)
 
 
 def test_any_table_fits():
