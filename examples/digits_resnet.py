@@ -15,13 +15,13 @@ from pathlib import Path
 
 import click
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 from digits import PANELS, Digits, accuracy, set_up, train, train_step
 from fastlayers import fold_batch_norm, patch_model, patch_report, unfold_batch_norm, verify_patch
 from fastlayers.backends import choose
 from fastlayers.checkpoint import load_model, save_model
+from fastlayers.tables import Table
 from training import DEVICE, OUT, console, draw_curves, in_turns
 
 #: Images in a timed batch: so many that a GPU is not CPU-bound.
@@ -91,17 +91,19 @@ def compare_speed(stock: nn.Module, patched: nn.Module, digits: Digits) -> Table
     def infer(model: nn.Module) -> None:
         model(images)
 
-    table = Table("ms, fastest of 20", "stock", "patched", "speed-up", box=None, header_style="bold")
+    header = ("ms, fastest of 20", "stock", "patched", "speed-up")
     stock.train(), patched.train()
-    rows = {"training step": in_turns(step(stock), step(patched), device)}
+    times = {"training step": in_turns(step(stock), step(patched), device)}
     stock.eval(), patched.eval()
-    rows["inference"] = in_turns(lambda: infer(stock), lambda: infer(patched), device)
+    times["inference"] = in_turns(lambda: infer(stock), lambda: infer(patched), device)
     fold_batch_norm(patched)
-    rows["inference, folded"] = in_turns(lambda: infer(stock), lambda: infer(patched), device)
+    times["inference, folded"] = in_turns(lambda: infer(stock), lambda: infer(patched), device)
     unfold_batch_norm(patched)
-    for name, (before, after) in rows.items():
-        table.add_row(f"{name}, {len(images)} images", f"{before:.2f}", f"{after:.2f}", f"{before / after:.2f}x")
-    return table
+    rows = [
+        (f"{name}, {len(images)} images", f"{before:.2f}", f"{after:.2f}", f"{before / after:.2f}x")
+        for name, (before, after) in times.items()
+    ]
+    return Table(header, rows, right=header[1:])
 
 
 @click.command()
@@ -133,7 +135,7 @@ def main(epochs: int, device: str | None, out: Path) -> None:
 
     console.rule("4. Verify outputs and gradients", align="left")
     for training in (True, False):
-        console.print(str(verify_patch(network.train(training), digits.test_images[:64])))
+        console.print(verify_patch(network.train(training), digits.test_images[:64]))
     before, after = accuracy(stock, digits), accuracy(network, digits)
     console.print(f"test accuracy: stock {before:.2%}, patched {after:.2%}")
 

@@ -18,9 +18,9 @@ from textwrap import shorten
 from typing import Any
 
 import click
-from rich.table import Table
 
 from fastlayers import patch_model, patch_report
+from fastlayers.tables import Table
 from fine_tuning import (
     LENGTH,
     RANK,
@@ -98,14 +98,14 @@ def history_of(log: list[dict[str, float]]) -> History:
 
 def answers(model: PeftModel, tokenizer: PreTrainedTokenizerFast, entries: list[Entry], length: int) -> Table:
     """What the model writes for functions that it has not seen."""
-    table = Table("function", "the model's docstring", "its own", box=None, header_style="bold")
+    rows = []
     model.eval()
     for entry in entries:
         prompt = tokenizer(entry.prompt, return_tensors="pt").to(model.device)
         tokens = model.generate(**prompt, max_new_tokens=length, do_sample=False)[0, prompt["input_ids"].shape[1] :]
         written = str(tokenizer.decode(tokens, skip_special_tokens=True))
-        table.add_row(*(shorten(text, 90) for text in (entry.prompt, written, entry.completion)))
-    return table
+        rows.append([shorten(text, 90) for text in (entry.prompt, written, entry.completion)])
+    return Table(("function", "the model's docstring", "its own"), rows)
 
 
 @click.command()

@@ -18,11 +18,11 @@ import click
 import torch
 import torch.nn.functional as F
 from einops import einsum, rearrange
-from rich.table import Table
 from torch import Tensor, nn
 
 from fastlayers import load_model, patch_model, patch_report, save_model, verify_patch
 from fastlayers.backends import choose
+from fastlayers.tables import Table
 from stdlib_text import Function, documented
 from training import (
     DEVICE,
@@ -120,11 +120,12 @@ def embed(model: nn.Module, tokens: Tokens, texts: list[str], size: int = 64) ->
 
 def answers(model: nn.Module, tokens: Tokens, functions: list[Function], embedded: Tensor) -> Table:
     """The best function for each question."""
-    table = Table("question", "found", "its docstring", "similarity", box=None, header_style="bold")
     similarity, best = (embed(model, tokens, list(QUESTIONS)) @ embedded.mT).max(1)
-    for question, index, value in zip(QUESTIONS, best.tolist(), similarity.tolist(), strict=True):
-        table.add_row(question, functions[index].name, functions[index].summary, f"{value:.2f}")
-    return table
+    rows = [
+        (question, functions[index].name, functions[index].summary, f"{value:.2f}")
+        for question, index, value in zip(QUESTIONS, best.tolist(), similarity.tolist(), strict=True)
+    ]
+    return Table(("question", "found", "its docstring", "similarity"), rows)
 
 
 def compare_speed(stock: nn.Module, patched: nn.Module, tokens: Tokens, texts: list[str]) -> Table:
@@ -143,9 +144,9 @@ def compare_speed(stock: nn.Module, patched: nn.Module, tokens: Tokens, texts: l
 
     turns, warm_up = (20, 5) if on_gpu else (3, 0)
     before, after = in_turns(encoding(stock), encoding(patched), device, turns, warm_up)
-    table = Table(f"ms, fastest of {turns}", "stock", "patched", "speed-up", box=None, header_style="bold")
-    table.add_row(f"embedding {len(texts)} texts", f"{before:.1f}", f"{after:.1f}", f"{before / after:.2f}x")
-    return table
+    header = (f"ms, fastest of {turns}", "stock", "patched", "speed-up")
+    row = (f"embedding {len(texts)} texts", f"{before:.1f}", f"{after:.1f}", f"{before / after:.2f}x")
+    return Table(header, [row], right=header[1:])
 
 
 class FineTuning:
@@ -217,7 +218,7 @@ def main(texts: int, pairs: int, epochs: int, stop_at: int | None, resume: bool,
     console.print(patch_report(encoder).summary())
     console.print(f"backend: {choose(where)}, and plain PyTorch where it has no kernel or is not faster")
     tokens = Tokens(where)
-    console.print(str(verify_patch(encoder, *tokens.batch(list(QUESTIONS)))))
+    console.print(verify_patch(encoder, *tokens.batch(list(QUESTIONS))))
 
     console.rule("3. Search", align="left")
     functions = documented()

@@ -20,13 +20,14 @@ from typing import Any, TypeAlias
 
 import click
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
+from fastlayers.tables import make_console
+
 #: Only the first of torchrun's processes prints.
 IS_FIRST = os.environ.get("RANK", "0") == "0"
-console = Console(highlight=False, quiet=not IS_FIRST)
+console = make_console(highlight=False, quiet=not IS_FIRST)
 
 #: The measures of one round of training, and of all rounds of a run in order.
 Record: TypeAlias = Mapping[str, float | Tensor]

@@ -112,7 +112,7 @@ def main(epochs: int, stop_at: int | None, stock: bool, resume: bool, device: st
     if not stock:
         console.rule(f"Patch and verify, on {where}", align="left")
         console.print(patch_report(patch_model(model)))
-        console.print(str(verify_patch(model, digits.test_images[:64])))
+        console.print(verify_patch(model, digits.test_images[:64]))
         console.print(f"backend: {choose(where)}, and plain PyTorch where it has no kernel or is not faster")
 
     console.rule("Train", align="left")
