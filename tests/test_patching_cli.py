@@ -295,6 +295,7 @@ def test_scan_of_transformers_needs_no_weights(run):
     data = json.loads(result.output)
     assert data["counts"]["rms_norm (llama)"] == 33  # The layers do the work of their second norms.
     assert data["bytes_saved"] > 2**30
+    assert run("scan", "transformers:bert", "--tiny").exit_code == 0  # It has a linear_act.
 
 
 @pytest.mark.parametrize("name", ["bert", "LlamaForCausalLM", "t5", "vit", "whisper", "GPT2LMHeadModel", "wav2vec2"])

@@ -92,7 +92,8 @@ Options: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], in
 def dtype_of(t: Tensor) -> torch.dtype:
     """dtype in which a linear layer or a convolution takes a tensor, autocast included."""
     device = t.device.type
-    if t.dtype in dispatch.FLOATING and t.dtype is not torch.float64 and torch.is_autocast_enabled(device):
+    casts = device != "meta" and torch.is_autocast_enabled(device)  # which raises for meta
+    if casts and t.dtype in dispatch.FLOATING and t.dtype is not torch.float64:
         return torch.get_autocast_dtype(device)
     return t.dtype
 
