@@ -29,8 +29,8 @@ ATTRIBUTES: dict[str | None, tuple[str, list[float], str]] = {
     "leaky_relu": ("leaky_relu", [0.01], ""),
     "tanh": ("tanh", [], ""),
 }
-#: The activations that torch computes, in place, on what oneDNN wrote. Some of oneDNN's kernels clamp them in a way that
-#: makes 0 of NaN: relu everywhere, sigmoid in grouped convolutions on a CPU without AVX-512 (oneDNN of torch 2.13, 2.14).
+#: The activations that torch computes, in place, on what oneDNN wrote. Some of oneDNN's kernels make 0 of NaN: those of
+#: relu on every CPU, those of sigmoid in grouped convolutions on a CPU without AVX-512 (torch 2.13).
 IN_PLACE: dict[str | None, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu_,
     "relu6": lambda y: F.relu6(y, inplace=True),
