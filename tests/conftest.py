@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import draw
 import pytest
 import torch
 
@@ -30,21 +31,33 @@ LARGE_TEST = Path(tempfile.gettempdir()) / "fastlayers-gpu-memory.lock"
 LONGEST = ("test_triton_kernels[compiled]", "test_triton.py", "test_triton_interpreter.py", "test_examples.py")
 
 
-def pytest_report_header() -> str | None:
-    return (
-        "torch sees no GPU: tests marked gpu are left out; `make test-gpu` runs them where there is one"
-        if NO_GPU
-        else None
-    )
+def pytest_addoption(parser: pytest.Parser) -> None:
+    draw.add_option(parser)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    lines = []
+    if NO_GPU:
+        lines.append("torch sees no GPU: tests marked gpu are left out; `make test-gpu` runs them where there is one")
+    if draw.asked(config):
+        seed = draw.seed_of(config)
+        lines.append(
+            f"a share of the cases, drawn by the seed {seed}: ARGS=--randomly-seed={seed} repeats it, and the order;"
+        )
+        lines.append("`make test-all` runs all")
+    return lines
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out the GPU's tests where there is no GPU: thousands of skips would hide the ones that mean something."""
-    left_out = [item for item in items if NO_GPU and item.get_closest_marker("gpu")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    items[:] = long_ones_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+    functions = len(set(map(draw.function_of, items)))
+    kept = [item for item in items if not (NO_GPU and item.get_closest_marker("gpu"))]
+    config.stash[draw.COUNTED] = draw.Counted(functions, len(kept))
+    if draw.asked(config):
+        kept = draw.drawn(kept, draw.seed_of(config))
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=set(items).difference(kept))
+    items[:] = long_ones_first(kept, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
 
 
 def long_ones_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
@@ -156,11 +169,12 @@ def op_by_op() -> Iterator[None]:
 
 @pytest.fixture
 def inner_run(pytestconfig: pytest.Config) -> list[str]:
-    """Options for a run of pytest in another process: its order comes from the seed that this run prints."""
+    """Options for a run of pytest in another process: its order and its draw come from the seed of this run."""
     # The plugin of hypothesis imports it for a summary, in two seconds. numpy warns of every NaN that Triton's
     # interpreter meets on purpose.
     options = ["-q", "-W", "ignore::RuntimeWarning"]
     options += [f"-pno:{plugin}" for plugin in ("cacheprovider", "xdist", "hypothesispytest")]
+    options += ["--draw"] * draw.asked(pytestconfig)
     seed = pytestconfig.getoption("randomly_seed", None)  # pytest-randomly may be missing
     return options if seed is None else [*options, f"--randomly-seed={seed}"]
 
