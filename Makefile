@@ -12,6 +12,8 @@ PYTHONS ?= $(PY)
 
 VENV := .venv
 PY := $(VENV)/bin/python
+# Makes an environment that is not there, installs in it, and shows how that goes.
+INSTALL = $(PYTHON) tools/environment.py
 # One name for each content of pyproject.toml and each TORCH: the environment is made anew when either changes.
 ENV := $(VENV)/made-for-$(shell echo '$(TORCH)' | cat - pyproject.toml | cksum | cut -d' ' -f1)
 # The libraries whose models are the corpus, in an environment of their own.
@@ -25,7 +27,7 @@ TOOLS_ENV := $(TOOLS)/made-for-$(shell cat tests/tools.txt pyproject.toml | cksu
 # Recipes read it from the environment, where the > of torch>=2.11 is no redirection.
 export TORCH
 
-.PHONY: help demo test env build lint types pytest docs format test-libraries test-corpus test-tools test-gpu test-random test-sanitizer test-asan bench bench-models wheel test-wheel clean
+.PHONY: help demo test test-all env build lint budgets types pytest docs format test-libraries test-corpus test-tools test-gpu test-random test-sanitizer test-asan bench bench-models wheel test-wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -34,40 +36,46 @@ demo: build  ## environment, build, and the main examples: a network that is tra
 	$(PY) examples/digits_resnet.py $(ARGS)
 	$(PY) examples/patch_minilm.py $(ARGS)
 
-test: build  ## environment, build, lint, types and tests
-	@# mypy has one core: the tests begin beside it.
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint types pytest
+# lint and types have one core: the tests begin beside them.
+CHECK := $(MAKE) --no-print-directory --keep-going --jobs=2 lint types pytest
+
+test: build  ## environment, build, lint, types, and of the tests a share of the cases that a seed draws: minutes
+	@$(CHECK) DRAW=--draw
+
+test-all: build  ## the same with every case, as a release and a finished issue pass it: half an hour
+	@$(CHECK)
 
 env: $(ENV)  ## the environment in .venv
 
 $(ENV):
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("$(PYTHON) is Python " + sys.version.split()[0] + "; fastlayers needs 3.10 or later: make ... PYTHON=python3.12")'
 	@# Cleared: what another torch brought, such as its Triton, would stay.
-	$(PYTHON) -m venv --clear $(VENV)
-	$(PY) -m pip install $$TORCH
+	@rm -rf $(VENV)
+	@$(INSTALL) $(VENV) $$TORCH
 	@# A CPU build of torch brings no Triton; the oldest one that fastlayers supports then runs the interpreter's tests.
-	$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install triton==3.6.0
-	@echo 'Installing fastlayers in $(VENV), with what its examples and tests need'
-	@FASTLAYERS_BUILD_EXT=0 $(PY) -m pip install --quiet --editable '.[test]'
-	@rm -f $(VENV)/made-for-*
+	@$(PY) -c 'import triton' 2>/dev/null || $(INSTALL) $(VENV) triton==3.6.0
+	@FASTLAYERS_BUILD_EXT=0 $(INSTALL) $(VENV) --editable '.[test]'
 	@touch $@
 
 build: $(ENV)  ## compile csrc into fastlayers/_C.so, and what runs regions into fastlayers/_regions_*.so
-	@echo 'Compiling what has changed in csrc (CUDA kernels for the GPUs of this machine or FASTLAYERS_CUDA_ARCHS: minutes)'
-	@$(PY) fastlayers/build.py
+	@$(PY) -m fastlayers build
 
-lint: $(ENV)  ## ruff: rules and format; import-linter: rooms, layers, no cycles
+lint: $(ENV)  ## ruff: rules and format; import-linter: rooms, layers, no cycles; budgets.toml: what can be counted
 	$(PY) -m ruff check --output-format concise .
 	$(PY) -m ruff format --check .
 	$(VENV)/bin/lint-imports --no-cache
+	$(PY) tools/budgets.py
+
+budgets: build  ## everything in budgets.toml, built, run and measured: half an hour
+	$(PY) tools/budgets.py --all
 
 types: $(ENV)  ## mypy
 	$(PY) -m mypy
 
 pytest: $(ENV)  ## the tests alone, on the build that is there
-	@# In random order; ARGS=--randomly-seed=N repeats the order of the run that printed N.
+	@# In random order; ARGS=--randomly-seed=N repeats order and draw of the run that printed N.
 	@# Two workers share the cores, so an idle OpenMP thread must not spin on one.
-	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist worksteal $(DRAW) $(ARGS)
 
 test-libraries: $(CORPUS_ENV)  ## environment in .venv-corpus, then the tests that need its libraries too: minutes
 	@# hydra 1.0.7, which lightly needs, brings a plugin that Python 3.11 cannot import.
@@ -81,10 +89,9 @@ test-corpus: test-libraries  ## and then patch every model of the corpus and com
 	PYTHONPATH=.:tests HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m corpus $(ARGS)
 
 $(CORPUS_ENV):
-	$(PYTHON) -m venv $(CORPUS)
-	$(CORPUS)/bin/python -m pip install -r $(LIBRARIES)
-	$(CORPUS)/bin/python -m pip install --quiet --no-deps -r $(PACKAGES)
-	FASTLAYERS_BUILD_EXT=0 $(CORPUS)/bin/python -m pip install --quiet --editable .
+	@$(INSTALL) $(CORPUS) -r $(LIBRARIES)
+	@$(INSTALL) $(CORPUS) --no-deps -r $(PACKAGES)
+	@FASTLAYERS_BUILD_EXT=0 $(INSTALL) $(CORPUS) --editable .
 	@rm -f $(CORPUS)/made-for-*
 	@touch $@
 
@@ -92,9 +99,8 @@ test-tools: $(TOOLS_ENV)  ## environment in .venv-tools, then 70 tools of other 
 	PYTHONPATH=. $(TOOLS)/bin/python -m pytest tests/test_tools.py $(ARGS)
 
 $(TOOLS_ENV):
-	$(PYTHON) -m venv $(TOOLS)
-	$(TOOLS)/bin/python -m pip install --quiet -r tests/tools.txt
-	FASTLAYERS_BUILD_EXT=0 $(TOOLS)/bin/python -m pip install --quiet --editable .
+	@$(INSTALL) $(TOOLS) -r tests/tools.txt
+	@FASTLAYERS_BUILD_EXT=0 $(INSTALL) $(TOOLS) --editable .
 	@rm -f $(TOOLS)/made-for-*
 	@touch $@
 
@@ -107,12 +113,12 @@ format: $(ENV)  ## let ruff format and fix what it can
 
 # On a machine with a GPU: its own python3 and torch, nothing installed. A fastlayers/_C.so that is there is used.
 fastlayers/_C.so:
-	$(PYTHON) fastlayers/build.py
+	@PYTHONPATH=. $(PYTHON) -m fastlayers build
 
 # What runs regions in C++, for the torch of that python3. Python runs them where it cannot be built.
 .PHONY: regions
 regions:
-	@$(PYTHON) fastlayers/build.py --regions
+	@PYTHONPATH=. $(PYTHON) -m fastlayers build --regions
 
 test-gpu: fastlayers/_C.so regions  ## the tests on a GPU, and what Triton kernels spill, with the python3 that is there
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
@@ -127,7 +133,7 @@ test-sanitizer: fastlayers/_C.so regions  ## compute-sanitizer over every kernel
 	PYTHONPATH=.:tests $(PYTHON) -m sanitizer $(ARGS)
 
 test-asan: $(ENV)  ## AddressSanitizer and UBSan over the CPU kernels: minutes
-	FASTLAYERS_CUDA_ARCHS= CXX='g++ -g1 -fsanitize=address,undefined -fno-sanitize=vptr' $(PY) fastlayers/build.py
+	FASTLAYERS_CUDA_ARCHS= CXX='g++ -g1 -fsanitize=address,undefined -fno-sanitize=vptr' $(PY) -m fastlayers build
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 OMP_WAIT_POLICY=passive \
 	    $(PY) -m pytest -n 2 -k cpu tests/contract tests/test_cpu_math.py tests/test_cpu_norms.py tests/test_random_cases.py $(ARGS)

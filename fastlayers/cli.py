@@ -162,8 +162,12 @@ def build(regions: bool) -> None:
         task = progress.add_task("compiling", total=None)
 
         def report(done: int, total: int, what: str) -> None:
+            name, _, warnings = what.partition("\n")
             progress.update(task, completed=done, total=total)
-            progress.console.print(escape(what))
+            if not console.is_terminal:  # which shows the bar
+                console.print(escape(f"[{done}/{total}] {name}"))
+            if warnings:
+                console.print(escape(warnings))
 
         try:
             if regions:
