@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -168,22 +165,6 @@ def test_unforced_choice_of_one_pass(name):
         kernels = set()
     with backends.backend(None):
         assert kernels_called(function, *args) == kernels
-
-
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs a CPU with AVX-512")
-@pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_other_instruction_sets(capability):
-    """The kernels that other CPUs run, in a process that takes this one for such a CPU.
-
-    Without the fused products of AVX2 some sums err more than torch's in float64: their values are tested alone.
-    """
-    tests = ["tests/test_cpu_math.py", "tests/test_random_cases.py"]
-    if capability == "avx2":
-        tests.append("tests/contract/test_1_answer.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-k", "cpu-cpu or test_cpu_math", *tests]
-    variables = os.environ | {"ATEN_CPU_CAPABILITY": capability}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-5000:]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
