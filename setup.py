@@ -77,9 +77,8 @@ class BdistWheel(bdist_wheel):
     """Tags the wheel by platform only: _C.so has no Python symbols, so any Python can load it."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        if Path(self.get_finalized_command("build_ext").build_lib, "fastlayers", "_C.so").exists():
-            return "py3", "none", super().get_tag()[2]
-        return "py3", "none", "any"
+        self.root_is_pure = not Path(self.get_finalized_command("build_ext").build_lib, "fastlayers", "_C.so").exists()
+        return "py3", "none", "any" if self.root_is_pure else super().get_tag()[2]
 
 
 def report(done: int, total: int, what: str) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from fastlayers.build import BuildInfo
+from fastlayers.build import BuildInfo, platform_problem
 
 __all__ = [
     "BACKENDS",
@@ -58,7 +58,8 @@ class BackendError(RuntimeError):
 def _load_library() -> str | None:
     """Register the ops of ``csrc`` with the dispatcher. Returns the reason where that is not possible."""
     if not LIBRARY.exists():
-        return f"{LIBRARY.name} was not built; {BUILD_HINT} a C++ compiler (and nvcc for the CUDA part)"
+        missing = f"{LIBRARY.name} was not built; {BUILD_HINT} a C++ compiler (and nvcc for the CUDA part)"
+        return platform_problem() or missing
     try:
         torch.ops.load_library(str(LIBRARY))
     except (OSError, RuntimeError) as error:

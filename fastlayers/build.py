@@ -352,7 +352,7 @@ def regions_library(torch_version: str) -> Path:
 def _jobs() -> int:
     asked = os.environ.get("MAX_JOBS")
     if asked is None:
-        return len(os.sched_getaffinity(0))
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not asked.isdecimal() or int(asked) < 1:
         raise BuildError(f"MAX_JOBS={asked!r}: expected a positive number")
     return int(asked)
@@ -473,9 +473,17 @@ def _run(steps: list[Step], report: Report) -> None:
     report(len(steps), len(steps), link.output.name)
 
 
+def platform_problem() -> str | None:
+    """Why nothing of csrc can be built on this operating system, or None on Linux."""
+    system = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+    is_linux = system.startswith("linux")
+    return None if is_linux else f"the C++ and CUDA kernels are built on Linux only, and this is {system}"
+
+
 def _check_machine(library: Path) -> None:
-    if not sys.platform.startswith("linux"):
-        raise BuildError(f"the C++ and CUDA kernels only build on Linux, and this is {sys.platform}")
+    problem = platform_problem()
+    if problem is not None:
+        raise BuildError(problem)
     if library.parent.exists() and not os.access(library.parent, os.W_OK):
         raise BuildError(f"no permission to write {library}")
 

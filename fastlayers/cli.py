@@ -78,7 +78,10 @@ def _describe_gpu(gpu: torch.cuda._CudaDeviceProperties) -> str:
 def _built() -> Iterator[tuple[str, str]]:
     made = builder.BuildInfo.read(builder.LIBRARY)
     if not builder.LIBRARY.exists():
-        yield "kernels of csrc", "not built" + (f": {made.problem}" if made and made.problem else "")
+        # Of a wheel that was made elsewhere, what stopped the build here is not on record.
+        problem = builder.platform_problem() or (made.problem if made else None)
+        yield "package", "pure Python"
+        yield "kernels of csrc", "not built" + (f": {problem}" if problem else "")
         return
     yield "kernels of csrc", str(builder.LIBRARY)
     if made is None:
@@ -120,6 +123,8 @@ def _how_to_get(backend: str) -> str:
     """What the user of this machine has to do first to get a missing backend."""
     import torch
 
+    if builder.platform_problem() is not None:
+        return "Linux" if backend == "cpu" else "Linux, with an NVIDIA GPU and a CUDA build of torch"
     if backend in ("triton", "cuda") and torch.version.cuda is None:
         return "a machine with an NVIDIA GPU, and a CUDA build of torch instead of this CPU build"
     if backend in ("triton", "cuda") and not torch.cuda.is_available():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fastlayers.build import regions_library
+from fastlayers.build import platform_problem, regions_library
 from fastlayers.ops import dispatch
 from fastlayers.ops.autocast import Given
 from fastlayers.patching.capture.recording import has_literal
@@ -405,7 +405,7 @@ def _load() -> str | None:
     try:
         library = regions_library(torch.__version__)
         if not library.exists():
-            return (
+            return platform_problem() or (
                 f"{library.name} was not built; run `python -m fastlayers build --regions`, which needs a C++ compiler"
             )
         torch.ops.load_library(str(library))
