@@ -26,6 +26,7 @@ ROOT_PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     "benchmarks/results/README.md": "measured.md",
 }
 FAMILIES = {
@@ -183,6 +184,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
                 {"Architecture": "architecture.md"},
                 {"Contributing": "contributing.md"},
                 {"Changelog": "changelog.md"},
+                {"Security": "security.md"},
             ]
         },
     ]

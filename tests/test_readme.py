@@ -14,7 +14,7 @@ import pytest
 from fastlayers.patching import Reason
 
 ROOT = Path(__file__).parents[1]
-FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "examples/README.md")
+FILES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "examples/README")]
 #: By their path.
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (*FILES, *sorted((ROOT / "docs").rglob("*.md")))}
 TEXT = PAGES["README.md"]
