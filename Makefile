@@ -27,7 +27,7 @@ TOOLS_ENV := $(TOOLS)/made-for-$(shell cat tests/tools.txt pyproject.toml | cksu
 # Recipes read it from the environment, where the > of torch>=2.11 is no redirection.
 export TORCH
 
-.PHONY: help demo test test-all env build lint budgets types pytest docs format test-libraries test-corpus test-tools test-gpu test-random test-sanitizer test-asan bench bench-models wheel test-wheel clean
+.PHONY: help demo test test-all env build lint budgets types pytest docs format test-libraries test-corpus test-tools test-gpu test-random test-sanitizer test-asan bench bench-models wheel release test-wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -148,6 +148,9 @@ wheel: $(ENV)  ## dist/fastlayers-*-py3-none-linux_x86_64.whl, for every GPU fro
 	rm -rf build/lib* dist
 	FASTLAYERS_BUILD_EXT=1 FASTLAYERS_CUDA_ARCHS='80;86;89;90;100;120+PTX' \
 	    $(PY) -m pip wheel --no-deps --wheel-dir dist .
+
+release: $(ENV)  ## check version, changelog, wheels and docs of a release; uploads nothing
+	@$(PY) tools/release.py
 
 # Each of PYTHONS has a torch of its own: make test-wheel PYTHONS='venvs/torch-2.11/bin/python venvs/newest/bin/python'
 test-wheel: wheel  ## that wheel, imported and run on the CPU by each of PYTHONS
