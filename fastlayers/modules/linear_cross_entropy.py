@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from fastlayers import functional
 from fastlayers.modules.own_options import OwnOptions
 
-if hasattr(nn, "LinearCrossEntropyLoss"):
+if not TYPE_CHECKING and hasattr(nn, "LinearCrossEntropyLoss"):  # types are checked alike with every torch
     from torch.nn import LinearCrossEntropyLoss
 else:
 
-    class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):  # type: ignore[no-redef]
+    class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         """What ``torch.nn.LinearCrossEntropyLoss`` of torch 2.13 constructs, for torch before it."""
 
         def __init__(
