@@ -48,6 +48,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return lines
 
 
+@pytest.hookimpl(trylast=True)  # after -k and -m, which choose what to draw from
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out the GPU's tests where there is no GPU: thousands of skips would hide the ones that mean something."""
     functions = len(set(map(draw.function_of, items)))
