@@ -39,7 +39,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     lines = []
     if NO_GPU:
         lines.append("torch sees no GPU: tests marked gpu are left out; `make test-gpu` runs them where there is one")
-    if draw.asked(config):
+    if config.getoption("draw"):
         seed = draw.seed_of(config)
         lines.append(
             f"a share of the cases, drawn by the seed {seed}: ARGS=--randomly-seed={seed} repeats it, and the order;"
@@ -54,8 +54,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     functions = len(set(map(draw.function_of, items)))
     kept = [item for item in items if not (NO_GPU and item.get_closest_marker("gpu"))]
     config.stash[draw.COUNTED] = draw.Counted(functions, len(kept))
-    if draw.asked(config):
-        kept = draw.drawn(kept, draw.seed_of(config))
+    if config.getoption("draw"):
+        kept = draw.drawn(kept, draw.seed_of(config), config.getoption("draw"))
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=set(items).difference(kept))
     items[:] = long_ones_first(kept, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
@@ -175,9 +175,9 @@ def inner_run(pytestconfig: pytest.Config) -> list[str]:
     # interpreter meets on purpose.
     options = ["-q", "-W", "ignore::RuntimeWarning"]
     options += [f"-pno:{plugin}" for plugin in ("cacheprovider", "xdist", "hypothesispytest")]
-    options += ["--draw"] * draw.asked(pytestconfig)
     seed = pytestconfig.getoption("randomly_seed", None)  # pytest-randomly may be missing
-    return options if seed is None else [*options, f"--randomly-seed={seed}"]
+    options += [] if seed is None else [f"--randomly-seed={seed}"]
+    return [*options, *draw.options(pytestconfig)]
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,9 @@
 """Which parametrised cases a run takes: with ``pytest --draw`` a share that the seed of the run draws, else all.
 
 Every test function runs. Of its cases the draw takes a random set that covers its parameters: each value of each
-parameter occurs, such as every op, dtype, backend and layout, but not every combination of them. A parameter with more
-than ``MANY`` values, such as the samples of all ops, lends some of them to each run. Each case has a chance in every
-draw, so over the runs every value occurs.
+parameter occurs, such as every op, dtype, backend and layout, but not every combination of them. A parameter with many
+values, such as the samples of all ops, lends some to each run. A test that is marked ``slow`` runs one case. Each case
+has a chance in every draw, so over the runs every value occurs.
 
 The seed is that of pytest-randomly, which also orders the tests: ``--randomly-seed=N`` repeats both.
 """
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-#: A parameter with more values than this one need not show each of them in every run.
+#: Of a parameter with more values a run need not take each.
 MANY = 100
 
 
@@ -33,12 +33,20 @@ COUNTED = pytest.StashKey[Counted]()
 
 def add_option(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--draw", action="store_true", help="of a test's parametrised cases take a share that the seed draws"
+        "--draw",
+        type=int,
+        nargs="?",
+        const=MANY,
+        metavar="MANY",
+        help="of a test's parametrised cases take a share that the seed draws; each value of a parameter occurs, of a "
+        f"parameter with more than MANY ({MANY}) some",
     )
 
 
-def asked(config: pytest.Config) -> bool:
-    return bool(config.getoption("draw"))
+def options(config: pytest.Config, many: int | None = None) -> list[str]:
+    """Options with which another run of pytest draws if this one does."""
+    drawing = config.getoption("draw")
+    return [] if drawing is None else [f"--draw={many or drawing}"]
 
 
 def seed_of(config: pytest.Config) -> int:
@@ -54,30 +62,31 @@ def function_of(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
-def drawn(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+def drawn(items: list[pytest.Item], seed: int, many: int = MANY) -> list[pytest.Item]:
     """A share of the cases of each function, in the order that they have. Equal seeds draw equal shares."""
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         functions[function_of(item)].append(item)
-    kept = {item for name, cases in functions.items() for item in _cover(name, cases, seed)}
+    kept: set[pytest.Item] = set()
+    for name, cases in functions.items():
+        # Sorted first: the order of a collection is random, and not the same in all processes.
+        order = sorted(cases, key=lambda item: item.nodeid)
+        random.Random(f"{seed} {name}").shuffle(order)
+        kept.update(_cover(order, 1 if order[0].get_closest_marker("slow") else many))
     return [item for item in items if item in kept]
 
 
-def _cover(name: str, cases: list[pytest.Item], seed: int) -> list[pytest.Item]:
-    """Random cases of a function, each of which has a value of a parameter that those before it lack."""
-    # Sorted first: the order of a collection is random, and not the same in all processes.
-    order = sorted(cases, key=lambda item: item.nodeid)
-    random.Random(f"{seed} {name}").shuffle(order)
-    number: dict[str, set[Hashable]] = defaultdict(set)
-    for case in order:
+def _cover(cases: list[pytest.Item], many: int) -> list[pytest.Item]:
+    """The cases, in their order, that have a value of a parameter which those before them lack; at least the first."""
+    values_of: dict[str, set[Hashable]] = defaultdict(set)
+    for case in cases:
         for parameter, value in _values(case):
-            number[parameter].add(value)
-    wanted = {parameter for parameter, values in number.items() if len(values) <= MANY}
-    found: list[pytest.Item] = []
-    seen: set[tuple[str, Hashable]] = set()
-    for case in order:
+            values_of[parameter].add(value)
+    wanted = {parameter for parameter, values in values_of.items() if len(values) <= many}
+    found, seen = cases[:1], set(_values(cases[0]))
+    for case in cases[1:]:
         new = {pair for pair in _values(case) if pair[0] in wanted} - seen
-        if new or not found:
+        if new:
             found.append(case)
             seen |= new
     return found

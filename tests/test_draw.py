@@ -19,26 +19,31 @@ else:
 ROOT = Path(__file__).parents[1]
 
 
-class Case(SimpleNamespace):
+class Case:
     """What the draw reads of a pytest item."""
 
-    __hash__ = object.__hash__
+    def __init__(self, function, *, marks=(), **parameters):
+        values = f"[{'-'.join(map(str, parameters.values()))}]" if parameters else ""
+        self.nodeid, self.marks = f"test.py::{function}{values}", marks
+        if parameters:
+            self.callspec = SimpleNamespace(params=parameters)
+
+    def get_closest_marker(self, name):
+        return name if name in self.marks else None
 
 
-def cases(function, **parameters):
+def cases(function, *, marks=(), **parameters):
     """Every combination of the values of a function's parameters."""
     for values in itertools.product(*parameters.values()):
-        yield Case(
-            nodeid=f"test.py::{function}[{'-'.join(map(str, values))}]",
-            callspec=SimpleNamespace(params=dict(zip(parameters, values, strict=True))),
-        )
+        yield Case(function, marks=marks, **dict(zip(parameters, values, strict=True)))
 
 
 SUITE = [
     *cases("test_pairs", op=range(7), dtype=(torch.half, torch.float, torch.double), layout=("rows", "columns")),
     *cases("test_samples", sample=range(400)),
     *cases("test_two", on=(True, False)),
-    Case(nodeid="test.py::test_alone"),
+    *cases("test_minutes", kind=range(5), marks=("slow",)),
+    Case("test_alone"),
 ]
 
 
@@ -54,6 +59,7 @@ def test_every_function_and_every_value_occurs(seed):
     assert len(values(found, "test_pairs", "op")) <= 7 + 3 + 2 - 2  # a case more only where it shows something
     assert len(values(found, "test_samples", "sample")) == 1  # it has more than draw.MANY values
     assert len(values(found, "test_two", "on")) == 2
+    assert len(values(found, "test_minutes", "kind")) == 1
     assert SUITE[-1] in found
     assert found == [case for case in SUITE if case in found]
 
@@ -73,7 +79,13 @@ def test_over_the_runs_every_case_occurs():
     assert len({case.nodeid for found in runs for case in found if "samples" in case.nodeid}) > 30
 
 
-def test_the_seed_is_that_of_pytest_randomly(pytestconfig):
+def test_fewer_where_a_parameter_with_many_values_lends_some():
+    found = draw.drawn(SUITE, 0, many=3)
+    assert len(set(values(found, "test_pairs", "op"))) < 7
+    assert len(set(values(found, "test_pairs", "dtype"))) == 3
+
+
+def test_the_seed_is_that_of_pytest_randomly():
     without = SimpleNamespace(getoption=lambda name, default=None: default)
     with pytest.raises(pytest.UsageError, match="--draw needs pytest-randomly"):
         draw.seed_of(without)

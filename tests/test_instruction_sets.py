@@ -18,7 +18,7 @@ FILES = ("instruction_sets/special_values.py", "test_cpu_math.py", "test_random_
 WITH_FUSED_PRODUCTS = ("contract/test_1_answer.py",)
 
 
-@pytest.mark.slow
+# Not marked slow, of which a draw takes one case: each of its processes draws from its own tests.
 @pytest.mark.parametrize("level", LEVELS)
 def test_in_a_process(level: str, inner_run: list[str]) -> None:
     has = torch.backends.cpu.get_cpu_capability()

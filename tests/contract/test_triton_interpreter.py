@@ -33,7 +33,7 @@ CHOSEN = {
 }
 
 
-@pytest.mark.slow
+# Not marked slow, of which a draw takes one case: each of its processes draws from its own tests.
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets here already")
 @pytest.mark.parametrize("names", CHOSEN, ids=lambda names: names[0])
 def test_in_the_interpreter(names, inner_run):
