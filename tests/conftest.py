@@ -51,9 +51,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 @pytest.hookimpl(trylast=True)  # after -k and -m, which choose what to draw from
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out the GPU's tests where there is no GPU: thousands of skips would hide the ones that mean something."""
-    functions = len(set(map(draw.function_of, items)))
     kept = [item for item in items if not (NO_GPU and item.get_closest_marker("gpu"))]
-    config.stash[draw.COUNTED] = draw.Counted(functions, len(kept))
+    config.stash[draw.COUNTED] = len(kept)
     if config.getoption("draw"):
         kept = draw.drawn(kept, draw.seed_of(config), config.getoption("draw"))
     if len(kept) < len(items):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -21,14 +21,8 @@ import pytest
 MANY = 100
 
 
-class Counted(NamedTuple):
-    """How many test functions a collection found, and how many cases that this machine can run."""
-
-    functions: int
-    cases: int
-
-
-COUNTED = pytest.StashKey[Counted]()
+#: How many cases a collection found that this machine can run.
+COUNTED = pytest.StashKey[int]()
 
 
 def add_option(parser: pytest.Parser) -> None:
