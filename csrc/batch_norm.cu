@@ -20,6 +20,7 @@
 //           row (the tail) is one masked row.
 //   planes  contiguous: a channel is one plane of each image. Threads walk over the words of these planes. The first and the last word
 //           may belong to neighbouring channels in part, and are masked.
+#define _CG_LIMIT_INCLUDED_DEPENDENCIES  // all of libcu++, which the barrier of a grid does not need
 #include <cooperative_groups.h>
 
 #include "common/activations.cuh"

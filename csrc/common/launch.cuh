@@ -3,9 +3,9 @@
 
 #include <cuda_runtime.h>
 
-#include <torch/csrc/stable/accelerator.h>
-
 #include "tensor.h"
+
+#include <torch/csrc/stable/accelerator.h>
 
 // These live in libtorch_cuda. Weak, so that the library also loads under a CPU-only torch.
 extern "C" {

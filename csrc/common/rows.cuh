@@ -2,29 +2,33 @@
 // their exchange over blocks and clusters, words at the ends of a row, copies to shared memory.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include "device.cuh"
 
 namespace fastlayers {
 
 // ---- clusters -----------------------------------------------------------------------------------------------------------
 
-// They begin with sm_90. For older GPUs the kernels that use them must compile too, and are never launched.
+// They begin with sm_90. For older GPUs the kernels that use them must compile too, and are never launched. cooperative_groups has the same,
+// with headers that take as long to read as torch's.
+struct Cluster {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-__device__ inline cooperative_groups::cluster_group this_cluster() { return cooperative_groups::this_cluster(); }
+  __device__ unsigned num_blocks() const { return __clusterSizeInBlocks(); }
+  __device__ unsigned block_rank() const { return __clusterRelativeBlockRank(); }
+  __device__ void barrier_arrive() const { __cluster_barrier_arrive(); }
+  __device__ void barrier_wait() const { __cluster_barrier_wait(); }
+  template <typename T>
+  __device__ T* map_shared_rank(T* slot, int rank) const { return static_cast<T*>(__cluster_map_shared_rank(slot, rank)); }
 #else
-struct OneBlock {
   __device__ unsigned num_blocks() const { return 1; }
   __device__ unsigned block_rank() const { return 0; }
   __device__ void barrier_arrive() const {}
   __device__ void barrier_wait() const {}
-  __device__ void sync() const {}
   template <typename T>
-  __device__ T* map_shared_rank(T* slot, unsigned) const { return slot; }
-};
-__device__ inline OneBlock this_cluster() { return {}; }
+  __device__ T* map_shared_rank(T* slot, int) const { return slot; }
 #endif
+  __device__ void sync() const { barrier_arrive(), barrier_wait(); }
+};
+__device__ inline Cluster this_cluster() { return {}; }
 
 constexpr int kMaxCluster = 16;  // 8 is portable; 16 fits a GPC of every sm_90 part
 

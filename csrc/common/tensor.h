@@ -9,6 +9,15 @@
 #include <tuple>
 #include <vector>
 
+#ifdef __CUDACC__
+// For nvcc torch's complex numbers convert to thrust's, whose headers take longer to read than all others together. No kernel has either.
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+#pragma push_macro("__CUDACC__")
+#undef __CUDACC__
+#include <torch/headeronly/util/complex.h>
+#pragma pop_macro("__CUDACC__")
+#endif
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/ops.h>
