@@ -97,7 +97,7 @@ struct Terms {
 template <bool FAST, typename A>
 __device__ __forceinline__ A capped(A v, A softcap, A reciprocal) {
   if constexpr (FAST) return softcap * (1.f - __fdividef(2.f, 1.f + exponential<true>(2.f * v * reciprocal)));
-  else return softcap * tanh(v / softcap);
+  else return softcap * hyperbolic_tangent(v / softcap);
 }
 
 template <bool PLAIN, bool FAST, typename A>

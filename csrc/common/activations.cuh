@@ -21,11 +21,15 @@ __device__ __forceinline__ ActParameters<A> default_parameters() {
   else return {A(1), A(0)};
 }
 
+__device__ __noinline__ inline double called_expm1(double v) { return expm1(v); }
+__device__ __noinline__ inline double called_log1p(double v) { return log1p(v); }
+__device__ __noinline__ inline double called_erf(double v) { return erf(v); }
+
 // exp(v)
 template <bool FAST, typename A>
 __device__ __forceinline__ A act_exp(A v) {
   if constexpr (std::is_same_v<A, double>) {
-    return exp(v);
+    return called_exp(v);
   } else if constexpr (FAST) {
     float e;  // .ftz: without the scaling that results below 2^-126 would need
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v * 1.44269504088896340736f));
@@ -57,7 +61,7 @@ __device__ __forceinline__ A sigmoid(A v) { return reciprocal<FAST>(A(1) + act_e
 template <bool FAST, typename A>
 __device__ __forceinline__ A gaussian_cdf(A z, [[maybe_unused]] A bell) {
   if constexpr (std::is_same_v<A, double>) {
-    return 0.5 * (1.0 + erf(z * 0.70710678118654752440));
+    return 0.5 * (1.0 + called_erf(z * 0.70710678118654752440));
   } else if constexpr (FAST) {
     const float t = reciprocal<true>(fmaf(fabsf(z), 0.3075f, 1.f));
     float p = fmaf(t, -0.07553515f, 0.19118185f);
@@ -80,7 +84,8 @@ __device__ __forceinline__ A act_expm1(A v) {
     const float series = v * fmaf(v, fmaf(v, fmaf(v, 1.f / 24.f, 1.f / 6.f), 0.5f), 1.f);
     return v > -0.0625f ? series : act_exp<true>(v) - 1.f;
   } else {
-    return ::expm1(v);
+    if constexpr (std::is_same_v<A, double>) return called_expm1(v);
+    else return expm1f(v);
   }
 }
 template <bool FAST, typename A>
@@ -89,7 +94,8 @@ __device__ __forceinline__ A act_log1p(A e) {
     const float series = e * fmaf(e, fmaf(e, 1.f / 3.f, -0.5f), 1.f);
     return e < 0.0078125f ? series : __log2f(1.f + e) * 0.69314718055994530942f;
   } else {
-    return ::log1p(e);
+    if constexpr (std::is_same_v<A, double>) return called_log1p(e);
+    else return log1pf(e);
   }
 }
 
@@ -140,7 +146,7 @@ __device__ __forceinline__ A act_value(A z, [[maybe_unused]] ActParameters<A> p 
   } else if constexpr (ACT == Act::sigmoid) {
     return sigmoid<FAST>(z);
   } else if constexpr (ACT == Act::tanh) {
-    return ::tanh(z);
+    return hyperbolic_tangent(z);
   } else if constexpr (ACT == Act::elu) {
     return z > A(0) ? z : act_expm1<FAST>(z) * p.first;
   } else if constexpr (ACT == Act::softplus) {
@@ -186,7 +192,7 @@ __device__ __forceinline__ A act_gradient(A g, A z, [[maybe_unused]] ActParamete
     const A s = sigmoid<FAST>(z);
     return g * (A(1) - s) * s;
   } else if constexpr (ACT == Act::tanh) {
-    const A t = ::tanh(z);
+    const A t = hyperbolic_tangent(z);
     return g * (A(1) - t * t);
   } else if constexpr (ACT == Act::elu) {
     return z <= A(0) ? g * p.first * act_exp<FAST>(z) : g;

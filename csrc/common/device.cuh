@@ -124,6 +124,17 @@ __device__ __forceinline__ void forget(Vec<T, N>& v) {
   }
 }
 
+// The functions of float64 are long, and float64 is rare: its kernels call them, where those of float32 contain them.
+__device__ __noinline__ inline double called_exp(double v) { return exp(v); }
+__device__ __noinline__ inline double called_log(double v) { return log(v); }
+__device__ __noinline__ inline double called_tanh(double v) { return tanh(v); }
+
+template <typename A>
+__device__ __forceinline__ A hyperbolic_tangent(A v) {
+  if constexpr (std::is_same_v<A, double>) return called_tanh(v);
+  else return tanhf(v);
+}
+
 // Division by a number that the host knows, of what is less than 2^31: a multiplication and a shift (Granlund and Montgomery).
 struct Divider {
   uint32_t divisor = 1, magic = 1, shift = 0;

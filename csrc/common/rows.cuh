@@ -61,13 +61,13 @@ __device__ __forceinline__ float exp2_fast(float v) {
 template <bool FAST, typename A>
 __device__ __forceinline__ A exponential(A v) {
   if constexpr (FAST) return exp2_fast(v * kLog2E);
-  else if constexpr (std::is_same_v<A, double>) return exp(v);
+  else if constexpr (std::is_same_v<A, double>) return called_exp(v);
   else return expf(v);
 }
 template <bool FAST, typename A>
 __device__ __forceinline__ A logarithm(A v) {
   if constexpr (FAST) return __logf(v);
-  else if constexpr (std::is_same_v<A, double>) return log(v);
+  else if constexpr (std::is_same_v<A, double>) return called_log(v);
   else return logf(v);
 }
 
