@@ -37,9 +37,9 @@ struct BackwardArgs {
   __device__ __forceinline__ A weight_at(int column) const {
     A w = A(1);
     if (weight != nullptr) {
-      if (small_weight)
+      if (sizeof(X) == 4 && small_weight)
         w = bfloat ? convert<A>(static_cast<const __nv_bfloat16*>(weight)[column]) : convert<A>(static_cast<const __half*>(weight)[column]);
-      else if (wide_weight) w = static_cast<const A*>(weight)[column];
+      else if (sizeof(X) == 2 && wide_weight) w = static_cast<const A*>(weight)[column];
       else w = convert<A>(static_cast<const X*>(weight)[column]);
     }
     return gemma ? w + A(1) : w;
@@ -212,20 +212,29 @@ struct StagedWeight {
 
   template <typename C>
   __device__ __forceinline__ StagedWeight(const BackwardArgs<A>& a, const C& columns, char* base) : narrow{base}, wide{base} {
-    const auto weight_at = [&](int column) { return a.template weight_at<X>(column); };
-    unroll<K>([&](int i) {
-      if (!columns.has(i)) return;
-      if (a.weight != nullptr && !a.stage_wide && !a.small_weight && !a.gemma) {
-        const auto w = load_weights<!RAGGED, X, V>(static_cast<const X*>(a.weight), columns.element(i));
-        narrow.store(i, *reinterpret_cast<const Vec<X, V>*>(w.words));
-        return;
+    const bool as_is = a.weight != nullptr && !a.small_weight && !a.gemma;
+    const auto copy = [&](const auto& staged, auto zero) {
+      using W = decltype(zero);
+      unroll<K>([&](int i) {
+        if (!columns.has(i)) return;
+        const auto w = load_weights<!RAGGED, W, V>(static_cast<const W*>(a.weight), columns.element(i));
+        staged.store(i, *reinterpret_cast<const Vec<W, V>*>(w.words));
+      });
+    };
+    if (as_is && !a.wide_weight) {
+      copy(narrow, X{});
+    } else if (sizeof(X) == 2 && as_is) {
+      copy(wide, A{});
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < K && columns.has(i); ++i) {
+        Vec<A, V> w;
+        unroll<V>([&](int j) { w.v[j] = a.template weight_at<X>(columns.element(i) + j); });
+        if (a.stage_wide) wide.store(i, w);
+        else narrow.store(i, pack<X>(w));
       }
-      Vec<A, V> w;
-      unroll<V>([&](int j) { w.v[j] = weight_at(columns.element(i) + j); });
-      if (a.stage_wide) wide.store(i, w);
-      else narrow.store(i, pack<X>(w));
-    });
-    if (columns.single >= 0) single = weight_at(columns.single);
+    }
+    if (columns.single >= 0) single = a.template weight_at<X>(columns.single);
   }
   // g = dy·weight
   __device__ __forceinline__ Vec<A, V> times(const BackwardArgs<A>& a, int i, const Vec<A, V>& dy) const {
@@ -364,10 +373,8 @@ __device__ __forceinline__ void write_sums(
     if constexpr (LAYER) {
       if (want_bias) write_columns(sums.dbias, sums.single_dbias, to);
     }
-    constexpr int C4 = kVectorBytes / sizeof(A);
     const int arrays = (a.want_weight ? 1 : 0) + (want_bias ? 1 : 0);
-    if (n % C4 == 0) add_groups<C4>(shared, first_out, blocks * n, arrays, groups_of_block, n);
-    else add_groups<1>(shared, first_out, blocks * n, arrays, groups_of_block, n);
+    add_groups<RAGGED ? 1 : kVectorBytes / sizeof(A)>(shared, first_out, blocks * n, arrays, groups_of_block, n);
   }
 }
 
@@ -690,7 +697,8 @@ bool backward(BackwardArgs<compute_t<X>>& args, int64_t n, const WeightGradients
   };
   using Most = std::integral_constant<int, kMostWords>;
   const auto choose = [&](auto is_ragged) {
-    if (launch.cluster > 1) return run(is_ragged, Most{}, std::true_type{});
+    constexpr bool kRareCluster = kRare || (sizeof(X) == 4 && sizeof(D) == 2);
+    if (launch.cluster > 1) return run(std::bool_constant<(kRareCluster || decltype(is_ragged)::value)>{}, Most{}, std::true_type{});
     if constexpr (!decltype(is_ragged)::value) {
       if (launch.words == 3) return run(is_ragged, std::integral_constant<int, 3>{}, std::false_type{});
     }
