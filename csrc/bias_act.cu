@@ -47,16 +47,16 @@ __global__ void __launch_bounds__(kThreads) bias_act_forward(const T* __restrict
         }
       });
     }
-    with_act<ACT, true>(act, [&](auto chosen) {
-      unroll<U>([&](int u) {
-        Vec<A, V> z = unpack<A>(w[u]);
-        if constexpr (BIAS) {
-          const Vec<A, V> shift = unpack<A>(b[u]);
-          unroll<V>([&](int j) { z.v[j] += shift.v[j]; });
-        }
+    unroll<U>([&](int u) {
+      Vec<A, V> z = unpack<A>(w[u]);
+      if constexpr (BIAS) {
+        const Vec<A, V> shift = unpack<A>(b[u]);
+        unroll<V>([&](int j) { z.v[j] += shift.v[j]; });
+      }
+      with_act<ACT, true>(act, [&](auto chosen) {
         unroll<V>([&](int j) { z.v[j] = act_value<decltype(chosen)::value, sizeof(T) == 2>(z.v[j], p); });
-        store_flat<T, WHOLE>(out, flat_index<T, kForwardWords>(first + u), n, pack<T>(z));
       });
+      store_flat<T, WHOLE>(out, flat_index<T, kForwardWords>(first + u), n, pack<T>(z));
     });
   });
 }
@@ -77,13 +77,13 @@ __global__ void __launch_bounds__(kThreads) act_backward(const T* __restrict__ d
     });
     const auto nothing = static_cast<unsigned>(n >> 62);
     wait_for_all(wx, wg, nothing);
-    with_act<ACT, true>(act, [&](auto chosen) {
-      unroll<U>([&](int u) {
-        Vec<A, V> g = unpack<A>(wg[u]);
-        const Vec<A, V> z = unpack<A>(wx[u]);
+    unroll<U>([&](int u) {
+      Vec<A, V> g = unpack<A>(wg[u]);
+      const Vec<A, V> z = unpack<A>(wx[u]);
+      with_act<ACT, true>(act, [&](auto chosen) {
         unroll<V>([&](int j) { g.v[j] = act_gradient<decltype(chosen)::value, sizeof(T) == 2>(g.v[j], z.v[j], p); });
-        store_flat<T, WHOLE>(dx, flat_index<T, kBackwardWords>(first + u), n, pack<T>(g));
       });
+      store_flat<T, WHOLE>(dx, flat_index<T, kBackwardWords>(first + u), n, pack<T>(g));
     });
   });
 }
@@ -123,26 +123,24 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
       }
     });
     wait_for_all(wx, wg, nothing);
-    with_act<ACT, true>(act, [&](auto chosen) {
-      unroll<U>([&](int u) {
-        Vec<A, V> g = unpack<A>(wg[u]);
-        const Vec<A, V> z = unpack<A>(wx[u]);
-        const Vec<A, V> shift = unpack<A>(b);
-        [[maybe_unused]] Vec<A, V> y;
+    unroll<U>([&](int u) {
+      Vec<A, V> g = unpack<A>(wg[u]), z = unpack<A>(wx[u]);
+      const Vec<A, V> shift = unpack<A>(b);
+      with_act<ACT, true>(act, [&](auto chosen) {
         unroll<V>([&](int j) {
           const A biased = z.v[j] + shift.v[j];
           g.v[j] = act_gradient<decltype(chosen)::value, sizeof(T) == 2>(g.v[j], biased, p);
           sum.v[j] += g.v[j];
-          if constexpr (KEEP) y.v[j] = act_value<decltype(chosen)::value, sizeof(T) == 2>(biased, p);
+          if constexpr (KEEP) z.v[j] = act_value<decltype(chosen)::value, sizeof(T) == 2>(biased, p);
         });
-        const int64_t i = first + u * me.step * c.columns;
-        const auto store = [&](T* to, const Vec<A, V>& values) {
-          if (whole) store_vec<T, V>(to + i, pack<T>(values));
-          else store_flat<T, false, V>(to, i, n, pack<T>(values));
-        };
-        store(dx, g);
-        if constexpr (KEEP) store(activated, y);
       });
+      const int64_t i = first + u * me.step * c.columns;
+      const auto store = [&](T* to, const Vec<A, V>& values) {
+        if (whole) store_vec<T, V>(to + i, pack<T>(values));
+        else store_flat<T, false, V>(to, i, n, pack<T>(values));
+      };
+      store(dx, g);
+      if constexpr (KEEP) store(activated, z);
     });
   });
   me.store(c, sum, partial, sums);
@@ -240,7 +238,7 @@ std::tuple<Tensor, Tensor, MaybeTensor> bias_act_gradients(const Tensor& dy_in, 
       T* sums = pieces == 1 && dbias && !wide ? pointer<T>(db) : nullptr;
       Tensor partial = empty_partial<A>(sums ? 0 : pieces, width, dy);
       A* pp = pointer<A>(partial);
-      with_compiled<T>(act, [&](auto compiled) {
+      with_compiled<T, (W > 1)>(act, [&](auto compiled) {
         constexpr Act kAct = decltype(compiled)::value;
         const auto kernel = py ? &bias_act_backward_columns<T, W, kAct, true> : &bias_act_backward_columns<T, W, kAct, false>;
         const LaunchShape shape{c.blocks(), c.threads(), c.shared<A>(W)};

@@ -33,13 +33,13 @@ __global__ void __launch_bounds__(kThreads) gated_forward(const T* __restrict__ 
       wg[u] = load_rows<T, WHOLE>(gate, i, n, rows, row, skips.gate);
       wu[u] = load_rows<T, WHOLE>(up, i, n, rows, row, skips.up);
     });
-    with_act<ACT, true>(act, [&](auto chosen) {
-      unroll<U>([&](int u) {
-        Vec<A, V> r = unpack<A>(wg[u]);
-        const Vec<A, V> by = unpack<A>(wu[u]);
+    unroll<U>([&](int u) {
+      Vec<A, V> r = unpack<A>(wg[u]);
+      const Vec<A, V> by = unpack<A>(wu[u]);
+      with_act<ACT, true>(act, [&](auto chosen) {
         unroll<V>([&](int j) { r.v[j] = act_value<decltype(chosen)::value, sizeof(T) == 2>(r.v[j]) * by.v[j]; });
-        store_rows<T, WHOLE>(out, row_index<T, WHOLE, kForwardWords>(first + u), n, rows, 0, 0, pack<T>(r));
       });
+      store_rows<T, WHOLE>(out, row_index<T, WHOLE, kForwardWords>(first + u), n, rows, 0, 0, pack<T>(r));
     });
   });
 }
@@ -61,20 +61,20 @@ __global__ void __launch_bounds__(kThreads) gated_backward(const T* dy, const T*
       wg[u] = load_rows<T, WHOLE>(gate, i, n, rows, row, skips.gate);
       wu[u] = load_rows<T, WHOLE>(up, i, n, rows, row, skips.up);
     });
-    with_act<ACT, true>(act, [&](auto chosen) {
-      constexpr Act kAct = decltype(chosen)::value;
-      unroll<U>([&](int u) {
-        const Vec<A, V> d = unpack<A>(wd[u]);
-        Vec<A, V> g = unpack<A>(wg[u]), by = unpack<A>(wu[u]);
+    unroll<U>([&](int u) {
+      const Vec<A, V> d = unpack<A>(wd[u]);
+      Vec<A, V> g = unpack<A>(wg[u]), by = unpack<A>(wu[u]);
+      with_act<ACT, true>(act, [&](auto chosen) {
+        constexpr Act kAct = decltype(chosen)::value;
         unroll<V>([&](int j) {
           const A z = g.v[j];
           g.v[j] = act_gradient<kAct, sizeof(T) == 2>(d.v[j] * by.v[j], z);
           by.v[j] = d.v[j] * act_value<kAct, sizeof(T) == 2>(z);
         });
-        const int64_t i = row_index<T, WHOLE, kBackwardWords>(first + u), row = rows.row(i);
-        store_rows<T, WHOLE>(dgate, i, n, rows, row, skips.dgate, pack<T>(g));
-        store_rows<T, WHOLE>(dup, i, n, rows, row, skips.dup, pack<T>(by));
       });
+      const int64_t i = row_index<T, WHOLE, kBackwardWords>(first + u), row = rows.row(i);
+      store_rows<T, WHOLE>(dgate, i, n, rows, row, skips.dgate, pack<T>(g));
+      store_rows<T, WHOLE>(dup, i, n, rows, row, skips.dup, pack<T>(by));
     });
   });
 }

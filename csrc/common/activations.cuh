@@ -1,8 +1,8 @@
 // The activations, and their gradients, in the compute type A. NaN and infinities as torch's own have them.
 //
 // A kernel takes one as a template argument where that pays, the others as Act::run_time and an argument: one kernel for all of
-// them, which chooses once for the words that a thread holds, not for every element. The norms' kernels take the first kNormActs,
-// those of bias_act.cu and glu.cu all.
+// them, which chooses once for a word, not for every element. Only the activation itself belongs into that choice: all that it
+// surrounds is compiled once for each activation. The norms' kernels take the first kNormActs, those of bias_act.cu and glu.cu all.
 //
 // FAST is for 16-bit results: the hardware's exp2 and reciprocal, and a short polynomial for the normal distribution, whose errors
 // stay far below theirs.
@@ -238,10 +238,10 @@ __device__ __forceinline__ void with_act([[maybe_unused]] Act act, F&& f) {
 }
 
 // On the host: calls f with what an elementwise kernel is compiled for, the activations of language models' MLPs in 16 bits, where
-// every instruction counts, and Act::run_time for all others.
-template <typename T, typename F>
+// every instruction counts, and Act::run_time for all others. WORDS: whether the kernel moves whole words, or single elements.
+template <typename T, bool WORDS = true, typename F>
 void with_compiled(Act act, F&& f) {
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 2 && WORDS) {
     switch (act) {
       case Act::relu: return f(std::integral_constant<Act, Act::relu>{});
       case Act::silu: return f(std::integral_constant<Act, Act::silu>{});
