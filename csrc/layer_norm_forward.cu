@@ -225,9 +225,9 @@ __device__ __forceinline__ Moments<A> row_moments(const ForwardArgs<A>& a, const
   return part;
 }
 
-// Writes the normalised row, scaled and shifted. P: the type of weight and bias.
-template <typename P, typename Out, bool LAYER, bool WHOLE, int V, int K, typename A, typename W, typename S>
-__device__ __forceinline__ void write_row(const ForwardArgs<A>& a, const W& words, const Held<S, V, K>& held, A mean, A rstd) {
+// Writes the normalised row, scaled and shifted. P: the type of weight and bias. store(i, v): writes v from element i of the tensor on.
+template <typename P, bool LAYER, bool MIXED, bool WHOLE, int V, int K, typename A, typename W, typename S, typename Store>
+__device__ __forceinline__ void write_row(const ForwardArgs<A>& a, const W& words, const Held<S, V, K>& held, A mean, A rstd, Store&& store) {
   const P* weight = static_cast<const P*>(a.weight);
   const P* bias = static_cast<const P*>(a.bias);
   const int kind = weight == nullptr ? kRms : a.kind;
@@ -245,10 +245,9 @@ __device__ __forceinline__ void write_row(const ForwardArgs<A>& a, const W& word
     }
     unroll<N>([&](int j) { r.v[j] = LAYER ? fma(r.v[j], w.v[j], b.v[j]) : r.v[j] * w.v[j]; });
     // Llama's product has the dtype that its factors promote to.
-    if (!LAYER && !std::is_same_v<Out, S> && std::is_same_v<P, S> && kind == kLlama) r = unpack<A>(pack<S>(r));
+    if (!LAYER && MIXED && std::is_same_v<P, S> && kind == kLlama && a.wide_out) r = unpack<A>(pack<S>(r));
     return r;
   };
-  Out* y = static_cast<Out*>(a.y) + words.first;
   constexpr int kTogether = K > 4 ? 4 : K;  // words whose weights are requested before the first is used
 #pragma unroll
   for (int from = 0; from < K; from += kTogether) {
@@ -268,13 +267,13 @@ __device__ __forceinline__ void write_row(const ForwardArgs<A>& a, const W& word
       Vec<A, V> r = unpack<A>(held.words[from + i]);
       unroll<V>([&](int j) { r.v[j] = normal(r.v[j]); });
       r = scale(r, w[i].template values<A>(), b[i].template values<A>());
-      store_vec<Out, V>(y + (from + i) * words.step, pack<Out>(r));
+      store(words.first + (from + i) * words.step, r);
     });
   }
   if (words.has_single) {
     const int column = words.at.single;
     const Vec<A, 1> w{{weight == nullptr ? A(1) : convert<A>(weight[column])}}, b{{bias == nullptr ? A(0) : convert<A>(bias[column])}};
-    static_cast<Out*>(a.y)[words.single] = convert<Out>(scale(Vec<A, 1>{{normal(convert<A>(held.single))}}, w, b).v[0]);
+    store(words.single, scale(Vec<A, 1>{{normal(convert<A>(held.single))}}, w, b));
   }
 }
 
@@ -297,21 +296,27 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
     a.stats[words.at.row] = LAYER ? mean : rstd;
     if (LAYER) a.stats[a.rows + words.at.row] = rstd;
   }
-  const auto write = [&](auto weight_type, auto out_type) {
-    write_row<decltype(weight_type), decltype(out_type), LAYER, WHOLE>(a, words, held, mean, rstd);
+  const auto put = [&](auto type, int64_t i, const auto& v) {
+    using Out = decltype(type);
+    constexpr int N = sizeof(v) / sizeof(A);
+    store_vec<Out, N>(static_cast<Out*>(a.y) + i, pack<Out>(v));
   };
+  // Where the type of the result is looked up, it is for each word: rows are long to compile.
   if constexpr (MIXED) {
-    if (a.wide_weight && a.wide_out) write(A{}, A{});
-    else if (a.wide_weight) write(A{}, X{});
-    else if (a.wide_out) write(X{}, A{});
-    else write(X{}, X{});
-  } else if constexpr (sizeof(X) == 4) {
+    const auto put_either = [&](int64_t i, const auto& v) {
+      if (a.wide_out) put(A{}, i, v);
+      else put(X{}, i, v);
+    };
+    if (a.wide_weight) write_row<A, LAYER, MIXED, WHOLE>(a, words, held, mean, rstd, put_either);
+    else write_row<X, LAYER, MIXED, WHOLE>(a, words, held, mean, rstd, put_either);
+  } else if (sizeof(X) == 4 && a.small_out != Type::none) {
     // By the kernel that writes float32: the 16 bits are those that rounding its result afterwards would give.
-    if (a.small_out == Type::bfloat16) write(X{}, __nv_bfloat16{});
-    else if (a.small_out == Type::half) write(X{}, __half{});
-    else write(X{}, X{});
+    write_row<X, LAYER, MIXED, WHOLE>(a, words, held, mean, rstd, [&](int64_t i, const auto& v) {
+      if (a.small_out == Type::bfloat16) put(__nv_bfloat16{}, i, v);
+      else put(__half{}, i, v);
+    });
   } else {
-    write(X{}, X{});
+    write_row<X, LAYER, MIXED, WHOLE>(a, words, held, mean, rstd, [&](int64_t i, const auto& v) { put(X{}, i, v); });
   }
 }
 
@@ -402,8 +407,8 @@ RowLaunch row_launch(int64_t words, int64_t rows, bool ragged, bool whole, bool 
     launch.threads = launch.block = static_cast<int>(ceil_div(ceil_div(words, kWideWords), 32) * 32);
     return whole && !is_whole(launch, words) ? RowLaunch{} : launch;
   }
-  if (words > kRowThreads * kMostWords) {
-    launch.cluster = static_cast<int>(next_power_of_2(ceil_div(words, kRowThreads * kMostWords)));
+  if (words > kRowThreads * std::max(built)) {
+    launch.cluster = static_cast<int>(std::max<int64_t>(2, next_power_of_2(ceil_div(words, kRowThreads * kMostWords))));
     if (device.capability < 90 || launch.cluster > kMaxCluster) return RowLaunch{};
     launch.words = kMostWords;
     launch.threads = launch.block = static_cast<int>(ceil_div(ceil_div(words, kMostWords * launch.cluster), 32) * 32);
@@ -425,21 +430,6 @@ RowLaunch row_launch(int64_t words, int64_t rows, bool ragged, bool whole, bool 
   }
   launch.block = launch.threads <= 32 ? kSharingBlock : launch.threads;
   return launch;
-}
-
-// Calls f(std::integral_constant<int, K>) for the words of a launch, one of the kernel's.
-template <int K, int... MORE, typename F>
-void with_words(std::integer_sequence<int, K, MORE...>, int words, F&& f) {
-  if constexpr (sizeof...(MORE) > 0) {
-    if (words != K) return with_words(std::integer_sequence<int, MORE...>{}, words, f);
-  }
-  f(std::integral_constant<int, K>{});
-}
-
-template <int... K>
-std::initializer_list<int> words_of_kernel(std::integer_sequence<int, K...>) {
-  static constexpr std::initializer_list<int> list = {K...};
-  return list;
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
@@ -472,19 +462,21 @@ template <typename X, typename R>
 void forward(ForwardArgs<compute_t<X>>& args, const ForwardTensors& tensors, int64_t n, const Launch& on) {
   using A = compute_t<X>;
   constexpr bool kAlwaysMixed = sizeof(sum_t<X, R>) != sizeof(X);
-  // The words of a thread that kernels are built for, the preferred first: for whole words, and for all rows.
-  using Whole = std::integer_sequence<int, 4, 8, 3, 2, 1>;
-  using All = std::integer_sequence<int, 4, 8, 1>;
+  // The words of a thread that kernels are built for, the preferred first: for whole words, for mixed types, and for all other rows.
+  using Whole = Built<4, 8, 3, 2, 1>;
+  using Mixed = Built<4>;
+  using All = std::conditional_t<sizeof(X) == 8, Built<4>, Built<4, 8>>;
+  constexpr bool kClusters = sizeof(X) != 8;  // rows of float64 that a block cannot hold are split
   const DeviceTraits& device = device_traits(on.device());
   const bool mixed = args.wide_weight || args.wide_out || kAlwaysMixed;
   const bool ragged = n % kVector<X> != 0, layer = args.kind == kLayer;
   const int64_t words = n / kVector<X>;
   RowLaunch row;
   if (sizeof(X) != 8 && !mixed && !ragged)
-    row = row_launch(words, args.rows, false, true, std::is_void_v<R>, layer, words_of_kernel(Whole{}), device);
+    row = row_launch(words, args.rows, false, true, std::is_void_v<R>, layer, list_of(Whole{}), device);
   const bool whole = row.threads != 0;
-  if (!whole) row = row_launch(words, args.rows, ragged, false, false, layer, words_of_kernel(All{}), device);
-  if (row.threads == 0) return launch_split(args, tensors, n, on);
+  if (!whole) row = row_launch(words, args.rows, ragged, false, false, layer, mixed ? list_of(Mixed{}) : list_of(All{}), device);
+  if (row.threads == 0 || (row.cluster > 1 && !kClusters)) return launch_split(args, tensors, n, on);
   args.n = static_cast<int>(n);
   args.inverse_n = A(1) / static_cast<A>(n);
   args.ragged = ragged;
@@ -494,14 +486,16 @@ void forward(ForwardArgs<compute_t<X>>& args, const ForwardTensors& tensors, int
   if (row.cluster > 1) shape.blocks = args.rows * row.cluster, shape.cluster = row.cluster;
   const auto run = [&](auto is_layer, auto is_mixed, auto is_whole, auto built) {
     constexpr bool LAYER = decltype(is_layer)::value, MIXED = decltype(is_mixed)::value, WHOLE = decltype(is_whole)::value;
-    if (row.cluster > 1) return launch_kernel(layer_norm_forward_rows<X, R, LAYER, MIXED, WHOLE, kMostWords, true>, shape, on, args);
+    if constexpr (kClusters) {
+      if (row.cluster > 1) return launch_kernel(layer_norm_forward_rows<X, R, LAYER, MIXED, WHOLE, kMostWords, true>, shape, on, args);
+    }
     with_words(built, row.words, [&](auto k) {
       launch_kernel(layer_norm_forward_rows<X, R, LAYER, MIXED, WHOLE, k.value, false>, shape, on, args);
     });
   };
   const auto choose = [&](auto is_layer) {
     if constexpr (sizeof(X) == 2) {
-      if (mixed) return run(is_layer, std::true_type{}, std::false_type{}, All{});
+      if (mixed) return run(is_layer, std::true_type{}, std::false_type{}, Mixed{});
     }
     if constexpr (!kAlwaysMixed) {
       if constexpr (sizeof(X) != 8) {

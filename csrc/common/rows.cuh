@@ -256,6 +256,25 @@ __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_grou
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
+// The words of a thread that kernels are built for.
+template <int... K>
+using Built = std::integer_sequence<int, K...>;
+
+// Calls f(std::integral_constant<int, K>) for the words of a launch, one of those.
+template <int K, int... MORE, typename F>
+void with_words(Built<K, MORE...>, int words, F&& f) {
+  if constexpr (sizeof...(MORE) > 0) {
+    if (words != K) return with_words(Built<MORE...>{}, words, f);
+  }
+  f(std::integral_constant<int, K>{});
+}
+
+template <int... K>
+std::initializer_list<int> list_of(Built<K...>) {
+  static constexpr std::initializer_list<int> list = {K...};
+  return list;
+}
+
 // Contiguous and aligned to the vector, by a copy where it is not.
 inline Tensor dense(const Tensor& t) {
   if (!t.is_contiguous()) return torch::stable::contiguous(t);
