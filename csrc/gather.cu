@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
     gather_backward(const T* __restrict__ dy, const int64_t* __restrict__ index, T* __restrict__ dx, const __grid_constant__ Walk<2> rows,
                     int64_t count, int64_t length, int64_t dy_step, int64_t index_step, int columns, int block_rows, bool down) {
   using A = compute_t<T>;
-  extern __shared__ __align__(16) unsigned char memory[];
+  extern __shared__ __align__(16) char memory[];
   A* sums = reinterpret_cast<A*>(memory);
   T* tile = reinterpret_cast<T*>(sums + block_rows * columns);
   __shared__ int64_t first[2][kRows];

@@ -388,6 +388,9 @@ def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: st
     csrc = csrc_folder()
     sources = sorted(csrc.glob("*.cpp"))
     cuda_sources = sorted(csrc.glob("*.cu")) if nvcc else []
+    # A source that another one includes is compiled there.
+    parts = {part for source in cuda_sources for part in included(source)}
+    cuda_sources = [source for source in cuda_sources if source.resolve() not in parts]
     cxx = find_compiler()
     tools = f"torch {torch.version}, {info.compiler}, nvcc {info.nvcc}"
     tools += "".join(f" {os.environ[name]}" for name in NVCC_FLAGS if os.environ.get(name))
@@ -449,7 +452,7 @@ def _regions_step(torch: Torch, library: Path, objects: Path) -> Step:
 
 
 def _source_size(step: Step) -> int:
-    return step.inputs[0].stat().st_size
+    return sum(path.stat().st_size for path in step.inputs if path.suffix == step.inputs[0].suffix)
 
 
 def _run(steps: list[Step], report: Report) -> None:
