@@ -435,6 +435,8 @@ def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: st
     if nvcc is not None:
         link += [*_cudart_folders(nvcc), "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     link += ["-Wl,--exclude-libs,ALL"]
+    if not any(word.startswith("-g") for word in cxx):  # nobody debugs it
+        link += ["-Wl,--strip-all"]  # the names of templates are a third of the library
     linking = Step(tuple(link), tuple(s.output for s in steps), library, objects / f"{library.name}.stamp", tools)
     return [*steps, linking]
 
