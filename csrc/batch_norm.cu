@@ -189,6 +189,40 @@ __device__ __forceinline__ void fill_outside(Vec<T, kVector<T>>& w, const Spot& 
   unroll<V>([&](int j) { if (!s.has(j)) w.v[j] = fill.v[j]; });
 }
 
+// A word of results. Kernels for Act::relu serve Act::none too. To pack what relu gives is one instruction for two elements, so the choice
+// is a branch.
+template <typename T, Act ACT, typename A, int V>
+__device__ __forceinline__ Vec<T, V> activated(Act act, Vec<A, V> z) {
+  if (ACT == Act::relu && act == Act::none) return pack<T>(z);
+  with_act<ACT>(act, [&](auto chosen) {
+    unroll<V>([&](int j) { z.v[j] = act_value<decltype(chosen)::value, sizeof(T) == 2>(z.v[j]); });
+  });
+  return pack<T>(z);
+}
+// g becomes the gradient of z.
+template <typename T, Act ACT, typename A, int V>
+__device__ __forceinline__ void activate_backward(Act act, Vec<A, V>& g, const Vec<A, V>& z) {
+  if constexpr (ACT == Act::relu) {
+    const A gate = act == Act::relu ? A(0) : static_cast<A>(NAN);  // nothing is at most NaN
+    unroll<V>([&](int j) { g.v[j] = z.v[j] <= gate ? A(0) : g.v[j]; });
+  } else {
+    with_act<ACT>(act, [&](auto chosen) {
+      unroll<V>([&](int j) { g.v[j] = act_gradient<decltype(chosen)::value, sizeof(T) == 2>(g.v[j], z.v[j]); });
+    });
+  }
+}
+
+// Whether a kernel may be asked for the bits of relu: of the others, those of float64 alone.
+template <typename T, Act ACT, bool RESIDUAL>
+constexpr bool kHasBits = RESIDUAL && (ACT == Act::relu || sizeof(T) == 8);
+
+template <typename A, int V>
+__device__ __forceinline__ unsigned positive_bits(const Vec<A, V>& z) {
+  unsigned kept = 0;
+  unroll<V>([&](int j) { kept |= static_cast<unsigned>(!(z.v[j] <= A(0))) << j; });  // NaN is kept, as by torch
+  return kept;
+}
+
 // Writes the V bits of a word. Where a byte has several words of neighbouring lanes (`shared`), the lanes combine their bits; all lanes
 // of a warp call this. Where the words of a byte belong to other warps or blocks, an atomic or adds the bits to zeros.
 template <int V>
@@ -223,9 +257,13 @@ struct Shared {
   A first[kColumns], second[kColumns];  // mean and rstd; the sums of the backward
 };
 
-// The channel of a column.
-__device__ __forceinline__ int64_t channel_of(const Grid& g, int64_t column) {
-  return g.copies == 1 ? column : column % g.channels;
+// The channel of a column, and of the one after it.
+__device__ __forceinline__ uint32_t channel_of(const Grid& g, int64_t column) {
+  const auto c = static_cast<uint32_t>(column);
+  return g.copies == 1 ? c : c % static_cast<uint32_t>(g.channels);
+}
+__device__ __forceinline__ uint32_t next_channel(const Grid& g, uint32_t c) {
+  return g.copies > 1 && c + 1 == static_cast<uint32_t>(g.channels) ? 0 : c + 1;
 }
 
 // Loads weight and bias of the block's columns, while the first pass runs. Visible after the next barrier.
@@ -276,11 +314,12 @@ __device__ __forceinline__ void read_piece(A (&v)[N], const A* partial, const Gr
   const A* from = partial + piece * g.columns;
   Vec<A, K> first, second;
   if (LAST && g.copies > 1) {
-    const int64_t copy = (i & (g.copies - 1)) * g.channels;
+    const A* copy = from + (i & (g.copies - 1)) * g.channels;
+    uint32_t c = channel_of(g, column);
     unroll<K>([&](int k) {
-      const int64_t at = (column + k) % g.channels + copy;
-      first.v[k] = __ldcg(from + at);
-      second.v[k] = __ldcg(from + step + at);
+      first.v[k] = __ldcg(copy + c);
+      second.v[k] = __ldcg(copy + step + c);
+      c = next_channel(g, c);
     });
   } else {
     first = load_values<K>(from + column);
@@ -332,8 +371,13 @@ __device__ __forceinline__ void load_origin(ForwardShared<T, LAST>& shared, cons
   const int last = static_cast<int>(min(count, static_cast<int64_t>(kElements))) - 1;
   if (LAST && g.copies > 1) {
 #pragma unroll 1
-    for (int i = 0; i < kElements; ++i)
-      unroll<K>([&](int k) { origin[k] += convert<A>(x[min(i, last) * g.channels + channel_of(g, place.column + k)]); });
+    for (int i = 0; i < kElements; ++i) {
+      uint32_t c = channel_of(g, place.column);
+      unroll<K>([&](int k) {
+        origin[k] += convert<A>(x[min(i, last) * g.channels + c]);
+        c = next_channel(g, c);
+      });
+    }
   } else {
     unroll<kElements>([&](int i) {
       if constexpr (LAST) {
@@ -439,9 +483,11 @@ __device__ __forceinline__ auto merge_pieces(ForwardShared<T, LAST>& shared, con
       for (int64_t i = g.rows * g.columns + place.ty * g.channels; i < g.rows * g.columns + g.tail; i += down * g.channels) {
         ChannelMoments<A, K> pixel;
         pixel.v[0] = 1;
-#pragma unroll
-        for (int k = 0; k < K; ++k)
-          pixel.v[1 + k] = convert<A>(x[i + channel_of(g, place.column + k)]) - shared.origin[place.tx * V + k];
+        uint32_t c = channel_of(g, place.column);
+        unroll<K>([&](int k) {
+          pixel.v[1 + k] = convert<A>(x[i + c]) - shared.origin[place.tx * V + k];
+          c = next_channel(g, c);
+        });
         m.merge(pixel);
       }
     }
@@ -529,6 +575,7 @@ __global__ void __launch_bounds__(kThreads<LAST>) batch_norm_merge(const Forward
 
 // ---- forward in one kernel ----------------------------------------------------------------------------------------------
 
+// RESIDUAL: a residual is added; with an activation of run time only if there is one.
 template <typename T, bool LAST, Act ACT, bool RESIDUAL>
 __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm_forward(const ForwardArgs<compute_t<T>> a) {
   using A = compute_t<T>;
@@ -572,29 +619,22 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
     for (int u = U - 1; u >= 0; --u) {
       spots[u] = place.spot(g, step + u, place.end);
       w[u] = load_if(spots[u].any(), x + spots[u].at);
-      if constexpr (RESIDUAL) r[u] = load_if(spots[u].any(), residual + spots[u].at);
+      if constexpr (RESIDUAL) r[u] = load_if(spots[u].any() && (ACT == Act::relu || residual != nullptr), residual + spots[u].at);
     }
-    with_act<ACT>(a.act, [&](auto act) {
-      constexpr Act kAct = decltype(act)::value;
 #pragma unroll
-      for (int u = U - 1; u >= 0; --u) {
-        Vec<A, V> z = unpack<A>(w[u]);
-        [[maybe_unused]] Vec<A, V> more;
-        if constexpr (RESIDUAL) more = unpack<A>(r[u]);
-        [[maybe_unused]] unsigned kept = 0;
-        unroll<V>([&](int j) {
-          constexpr int kStep = LAST ? 1 : 0;
-          A v = fma(z.v[j] - mean[j * kStep], scale[j * kStep], bias[j * kStep]);
-          if constexpr (RESIDUAL) v += more.v[j];
-          if constexpr (RESIDUAL && kAct == Act::relu) kept |= static_cast<unsigned>(!(v <= A(0))) << j;  // NaN is kept, as by torch
-          z.v[j] = act_value<kAct, sizeof(T) == 2>(v);
-        });
-        if constexpr (RESIDUAL && kAct == Act::relu) {
-          if (a.bits != nullptr) store_bits<V>(a.bits, spots[u], kept, a.bits_shared);
-        }
-        store_spot(y, spots[u], pack<T>(z));
+    for (int u = U - 1; u >= 0; --u) {
+      Vec<A, V> z = unpack<A>(w[u]);
+      constexpr int kStep = LAST ? 1 : 0;
+      unroll<V>([&](int j) { z.v[j] = fma(z.v[j] - mean[j * kStep], scale[j * kStep], bias[j * kStep]); });
+      if constexpr (RESIDUAL) {
+        const Vec<A, V> more = unpack<A>(r[u]);
+        if (ACT == Act::relu || residual != nullptr) unroll<V>([&](int j) { z.v[j] += more.v[j]; });
       }
-    });
+      if constexpr (kHasBits<T, ACT, RESIDUAL>) {
+        if (a.bits != nullptr) store_bits<V>(a.bits, spots[u], positive_bits(z), a.bits_shared);
+      }
+      store_spot(y, spots[u], activated<T, ACT>(RESIDUAL && ACT == Act::relu ? Act::relu : a.act, z));
+    }
   }
 }
 
@@ -725,21 +765,18 @@ struct ApplyThread {
 
   // Adds the residual to word u of normalised values, applies the activation and writes it. The word is in the first place.
   template <Act ACT>
-  __device__ __forceinline__ void finish(Vec<A, V>& z, int u, T* y, uint8_t* bits) const {
+  __device__ __forceinline__ void finish(Act act, Vec<A, V>& z, int u, T* y, uint8_t* bits) const {
     if constexpr (RESIDUAL) {
       const Vec<A, V> more = unpack<A>(r[0]);
       unroll<V>([&](int j) { z.v[j] += more.v[j]; });
     }
     const int64_t rest = left - u * step;
-    if constexpr (RESIDUAL && ACT == Act::relu) {
-      unsigned kept = 0;
-      unroll<V>([&](int j) { kept |= static_cast<unsigned>(!(z.v[j] <= A(0))) << j; });  // NaN is kept, as by torch
+    if constexpr (kHasBits<T, ACT, RESIDUAL>) {
       // The other words of its byte belong to neighbouring lanes.
       const Spot spot{at + u * step, 0, static_cast<int>(max(static_cast<int64_t>(0), min(rest, static_cast<int64_t>(V))))};
-      if (bits != nullptr) store_bits<V>(bits, spot, kept, true);
+      if (bits != nullptr) store_bits<V>(bits, spot, positive_bits(z), true);
     }
-    unroll<V>([&](int j) { z.v[j] = act_value<ACT, sizeof(T) == 2>(z.v[j]); });
-    const Vec<T, V> out = pack<T>(z);
+    const Vec<T, V> out = activated<T, ACT>(RESIDUAL && ACT == Act::relu ? Act::relu : act, z);
     if (rest >= V) {
       store_vec<T, V>(y + at + u * step, out);
     } else {
@@ -786,12 +823,10 @@ __global__ void __launch_bounds__(kApplyThreads, kApplyResident<T, U, RESIDUAL>)
   // The words move up to the first place, so that the code of all activations is there once. Nothing moves where it is unrolled.
 #pragma unroll (ACT == Act::run_time ? 1 : U)
   for (int u = 0; u < U; ++u) {
-    with_act<ACT>(a.act, [&](auto act) {
-      Vec<A, V> z = unpack<A>(me.w[0]);
-      if constexpr (LAST) unroll<V>([&](int j) { z.v[j] = fma(z.v[j] - mean.v[j], scale.v[j], bias.v[j]); });
-      else me.normalise_planes(z, u, means, scales, biases);
-      me.template finish<decltype(act)::value>(z, u, static_cast<T*>(a.y), a.bits);
-    });
+    Vec<A, V> z = unpack<A>(me.w[0]);
+    if constexpr (LAST) unroll<V>([&](int j) { z.v[j] = fma(z.v[j] - mean.v[j], scale.v[j], bias.v[j]); });
+    else me.normalise_planes(z, u, means, scales, biases);
+    me.template finish<ACT>(a.act, z, u, static_cast<T*>(a.y), a.bits);
     unroll<U - 1>([&](int i) {
       me.w[i] = me.w[i + 1];
       if constexpr (RESIDUAL) me.r[i] = me.r[i + 1];
@@ -801,7 +836,7 @@ __global__ void __launch_bounds__(kApplyThreads, kApplyResident<T, U, RESIDUAL>)
 
 // ---- backward -----------------------------------------------------------------------------------------------------------
 
-// What the activation's argument is computed from: x, a bit (relu), or x and the residual.
+// What the activation's argument is computed from: x, a bit (relu), or x and the residual if there is one.
 enum class Gate : int { x, bits, residual };
 
 template <typename A>
@@ -832,12 +867,13 @@ struct BackwardWalk {
 
   // The constants of the thread's columns.
   __device__ __forceinline__ void load(const BackwardArgs<A>& a, const Place<T, LAST>& place, const Shared<T, LAST>& shared, A (&rstd)[K]) {
+    uint32_t c = place.active ? channel_of(a.grid, place.column) : 0;
     unroll<K>([&](int k) {
-      const int64_t c = place.active ? channel_of(a.grid, place.column + k) : 0;
       mean[k] = a.stats[c];
       rstd[k] = a.stats[a.grid.channels + c];
       scale[k] = place.active ? shared.weight[place.tx * V + k] * rstd[k] : A(0);
       bias[k] = place.active ? shared.bias[place.tx * V + k] : A(0);
+      if (place.active) c = next_channel(a.grid, c);
     });
   }
 
@@ -867,31 +903,28 @@ struct BackwardWalk {
       if constexpr (kResidual) wr[u] = load_if(spots[u].any() && a.residual != nullptr, static_cast<const T*>(a.residual) + spots[u].at);
       if constexpr (kBits) kept[u] = spots[u].any() ? a.bits[spots[u].at >> 3] >> (spots[u].at & 7) : 0;
     });
-    with_act<GATED ? ACT : Act::none>(a.act, [&](auto act) {
-      [[maybe_unused]] constexpr Act kAct = decltype(act)::value;
-      const Vec<T, V> zero = filled<T, V>(convert<T>(0.f));
-      unroll<U>([&](int i) {
-        const int u = REVERSED ? U - 1 - i : i;
-        fill_outside(wg[u], spots[u], zero);
-        fill_outside(wx[u], spots[u], zero);
-        Vec<A, V> g = unpack<A>(wg[u]), d = unpack<A>(wx[u]);
-        [[maybe_unused]] Vec<A, V> more;
+    const Vec<T, V> zero = filled<T, V>(convert<T>(0.f));
+    unroll<U>([&](int i) {
+      const int u = REVERSED ? U - 1 - i : i;
+      fill_outside(wg[u], spots[u], zero);
+      fill_outside(wx[u], spots[u], zero);
+      Vec<A, V> g = unpack<A>(wg[u]), d = unpack<A>(wx[u]);
+      unroll<V>([&](int j) { d.v[j] -= mean[j * kStep]; });
+      if constexpr (kBits) {
+        unroll<V>([&](int j) { g.v[j] = kept[u] >> j & 1 ? g.v[j] : A(0); });
+      } else if constexpr (GATED) {
+        Vec<A, V> z;
+        unroll<V>([&](int j) { z.v[j] = fma(d.v[j], scale[j * kStep], bias[j * kStep]); });
         if constexpr (kResidual) {
-          fill_outside(wr[u], spots[u], zero);
-          more = unpack<A>(wr[u]);
-        }
-        unroll<V>([&](int j) {
-          d.v[j] -= mean[j * kStep];
-          if constexpr (kBits) {
-            g.v[j] = kept[u] >> j & 1 ? g.v[j] : A(0);
-          } else if constexpr (GATED && kAct != Act::none) {
-            A z = fma(d.v[j], scale[j * kStep], bias[j * kStep]);
-            if constexpr (kResidual) z += more.v[j];
-            g.v[j] = act_gradient<kAct, sizeof(T) == 2>(g.v[j], z);
+          if (a.residual != nullptr) {
+            fill_outside(wr[u], spots[u], zero);
+            const Vec<A, V> more = unpack<A>(wr[u]);
+            unroll<V>([&](int j) { z.v[j] += more.v[j]; });
           }
-        });
-        f(spots[u], g, d);
-      });
+        }
+        activate_backward<T, ACT>(a.act, g, z);
+      }
+      f(spots[u], g, d);
     });
   }
 };
@@ -976,7 +1009,8 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
   };
 #pragma unroll 1
   for (int step = (steps - 1) / U * U; step >= 0; step -= U) {
-    if (dresidual != nullptr) walk.template group<false, true>(a, place, step, dresidual, result);
+    // From x alone dz is as well computed once more.
+    if (GATE != Gate::x && dresidual != nullptr) walk.template group<false, true>(a, place, step, dresidual, result);
     else walk.template group<true, true>(a, place, step, dy, result);
   }
 }
@@ -1166,7 +1200,7 @@ template <typename T, bool LAST, Act ACT, bool RESIDUAL>
 void run_passes(ForwardArgs<compute_t<T>>& args, const Operand& x, bool training, const Launch& launch) {
   const int64_t n = x.x.numel();
   if (training) {
-    if (run_in_one<T, LAST, ACT, RESIDUAL>(args, x, n, launch)) return;
+    if (run_in_one<T, LAST, ACT, RESIDUAL || ACT == Act::run_time>(args, x, n, launch)) return;
     run_statistics<T, LAST>(args, x, launch);
   }
   run_apply<T, LAST, ACT, RESIDUAL, kApplyUnroll<T>>(args, x, n, training, launch);
@@ -1178,8 +1212,7 @@ void run_forward(ForwardArgs<compute_t<T>>& args, const Operand& x, bool trainin
   const auto run = [&](auto last) {
     constexpr bool LAST = decltype(last)::value;
     if constexpr (!std::is_same_v<T, double>) {
-      if (!residual && args.act == Act::none) return run_passes<T, LAST, Act::none, false>(args, x, training, launch);
-      if (!residual && args.act == Act::relu) return run_passes<T, LAST, Act::relu, false>(args, x, training, launch);
+      if (!residual && args.act <= Act::relu) return run_passes<T, LAST, Act::relu, false>(args, x, training, launch);
       if (residual && args.act == Act::relu) return run_passes<T, LAST, Act::relu, true>(args, x, training, launch);
     }
     if (residual) return run_passes<T, LAST, Act::run_time, true>(args, x, training, launch);
@@ -1403,12 +1436,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& dy_
     const auto run = [&](auto last) {
       constexpr bool LAST = decltype(last)::value;
       if (has_bits) return run_backward<T, LAST, Act::relu, Gate::bits>(args, x, launch);
-      if (residual) return run_backward<T, LAST, Act::run_time, Gate::residual>(args, x, launch);
       if constexpr (!std::is_same_v<T, double>) {
-        if (activation == Act::none) return run_backward<T, LAST, Act::none, Gate::x>(args, x, launch);
-        if (activation == Act::relu) return run_backward<T, LAST, Act::relu, Gate::x>(args, x, launch);
+        if (!residual && activation <= Act::relu) return run_backward<T, LAST, Act::relu, Gate::x>(args, x, launch);
       }
-      return run_backward<T, LAST, Act::run_time, Gate::x>(args, x, launch);
+      return run_backward<T, LAST, Act::run_time, Gate::residual>(args, x, launch);
     };
     if (x.last) run(std::true_type{});
     else run(std::false_type{});
