@@ -13,7 +13,7 @@
 //   held     a chunk of linear_cross_entropy: losses and gradients in one kernel that holds each row in the shared memory of a
 //            cluster and writes the gradient over the logits.
 //
-// PLAIN kernels have neither softcap nor label smoothing, which cost registers. Ignored rows are not read.
+// PLAIN kernels have neither softcap nor label smoothing, which cost registers. The others do all that float64 asks for. Ignored rows are not read.
 #include <cassert>
 
 #include "softmax.cuh"
@@ -510,7 +510,8 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<T>) cross_entropy_he
 
 // ---- columns ------------------------------------------------------------------------------------------------------------
 
-constexpr int kSteps = 4;         // words down the columns, loaded by a thread before the first is used
+template <bool PLAIN>
+constexpr int kStepsOf = PLAIN ? 4 : 2;  // words down the columns, loaded by a thread before the first is used
 constexpr int kColumnClasses = 64;  // that a thread of the backward takes
 
 template <typename A>
@@ -531,6 +532,7 @@ struct ColumnArgs {
 template <typename T, int V, bool PLAIN>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, PLAIN>) cross_entropy_columns(const ColumnArgs<compute_t<T>> a) {
   using A = compute_t<T>;
+  constexpr int kSteps = kStepsOf<PLAIN>;
   constexpr bool FAST = sizeof(T) == 2;
   extern __shared__ __align__(16) char memory[];
   const int64_t outer = blockIdx.x / a.tiles, column = (static_cast<int64_t>(blockIdx.x % a.tiles) * a.across + threadIdx.x % a.across) * V;
@@ -592,6 +594,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, PLAIN>) cross
 template <typename T, int V, bool PLAIN>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBackwardBlocks<T, PLAIN>) cross_entropy_backward_columns(const ColumnArgs<compute_t<T>> a) {
   using A = compute_t<T>;
+  constexpr int kSteps = kStepsOf<PLAIN>;
   constexpr bool FAST = sizeof(T) == 2;
   const unsigned tile = blockIdx.x / a.shares;
   const int share = static_cast<int>(blockIdx.x - tile * a.shares);
@@ -726,11 +729,13 @@ bool whole_words(const void* x, int64_t stride, int64_t n) {
   return aligned(x) && stride % V == 0 && n % V == 0;
 }
 
-// Calls f(std::true_type) where there is neither softcap nor label smoothing.
+// Calls f(std::true_type) where there is neither softcap nor label smoothing. float64 is not worth kernels without them.
 template <typename A, typename F>
 void dispatch_plain(const Terms<A>& terms, F&& f) {
-  if (terms.softcap == A(0) && terms.smoothing == A(0)) f(std::true_type{});
-  else f(std::false_type{});
+  if constexpr (sizeof(A) < 8) {
+    if (terms.softcap == A(0) && terms.smoothing == A(0)) return f(std::true_type{});
+  }
+  f(std::false_type{});
 }
 
 template <typename T>
