@@ -127,9 +127,16 @@ __device__ __forceinline__ void copy_word(Vec<T, V>* shared, const T* global) {
     copy_async<kVectorBytes>(reinterpret_cast<char*>(shared) + i, reinterpret_cast<const char*>(global) + i);
 }
 
+// Whether a kernel has loops of its own for the usual activations. The choice for every word costs little, and is all that float64,
+// results wider than x and single elements have.
+template <typename In, typename Out, int V = kVector<In>>
+constexpr bool kLoops = std::is_same_v<In, Out> && sizeof(In) < 8 && V > 1;
+
 template <Act ACT, typename Out, typename A, int V>
-__device__ __forceinline__ Vec<Out, V> activated(Vec<A, V> z) {
-  unroll<V>([&](int j) { z.v[j] = act_value<ACT, sizeof(Out) == 2>(z.v[j]); });
+__device__ __forceinline__ Vec<Out, V> activated(Act act, Vec<A, V> z) {
+  with_act<ACT>(act, [&](auto chosen) {
+    unroll<V>([&](int j) { z.v[j] = act_value<decltype(chosen)::value, sizeof(Out) == 2>(z.v[j]); });
+  });
   return pack<Out>(z);
 }
 
@@ -186,11 +193,14 @@ struct Step {
 
 // dz of a word
 template <Act ACT, typename In, typename Out, int V>
-__device__ __forceinline__ Vec<compute_t<In>, V> z_gradient(const Vec<In, V>& x, const Vec<Out, V>& dy, const Channel<compute_t<In>>& c) {
+__device__ __forceinline__ Vec<compute_t<In>, V> z_gradient(Act act, const Vec<In, V>& x, const Vec<Out, V>& dy,
+                                                            const Channel<compute_t<In>>& c) {
   using A = compute_t<In>;
-  const Vec<A, V> v = unpack<A>(x);
-  Vec<A, V> dz = unpack<A>(dy);
-  unroll<V>([&](int j) { dz.v[j] = act_gradient<ACT, sizeof(In) == 2>(dz.v[j], c.z(v.v[j])); });
+  Vec<A, V> z = unpack<A>(x), dz = unpack<A>(dy);
+  unroll<V>([&](int j) { z.v[j] = c.z(z.v[j]); });
+  with_act<ACT>(act, [&](auto chosen) {
+    unroll<V>([&](int j) { dz.v[j] = act_gradient<decltype(chosen)::value, sizeof(In) == 2>(dz.v[j], z.v[j]); });
+  });
   return dz;
 }
 
@@ -268,7 +278,7 @@ __device__ __forceinline__ Vec<Out, V> forward_word(const HoldArgs<In>& a, const
       z.v[j] = Channel<A>(mean, rstd, a, first_channel + c).z(z.v[j]);
     });
   }
-  return activated<ACT, Out>(z);
+  return activated<ACT, Out>(a.act, z);
 }
 
 template <typename In, typename Out>
@@ -313,7 +323,7 @@ __global__ void __launch_bounds__(wide_threads<In>(), 1) group_norm_forward_bloc
   }
   Out* y = static_cast<Out*>(a.out) + words.start;
   const int first_channel = static_cast<int>(group % a.groups) * a.depth;
-  with_act<Act::run_time>(a.act, [&](auto act) {
+  with_loop<kLoops<In, Out>>(a.act, [&](auto act) {
     for (int w = lane; w < count; w += a.lanes) {
       const int e = words.element(w);
       store_word(y + w * V, e, a.n, forward_word<decltype(act)::value, Out>(a, held[w], e, first_channel, m.mean, rstd));
@@ -384,9 +394,9 @@ __global__ void __launch_bounds__(item_threads<In>(K), 1) group_norm_backward_it
 
   Vec<A, V> dz[K];
   Sums<A> sums{A(0), A(0)};
-  with_act<Act::run_time>(a.act, [&](auto act) {
+  with_act<Act::run_time>(a.act, [&](auto act) {  // no loop: the choice for every word would take as much code
     unroll<K>([&](int k) {
-      dz[k] = z_gradient<decltype(act)::value>(step.x[k], step.dy[k], constants);
+      dz[k] = z_gradient<decltype(act)::value>(a.act, step.x[k], step.dy[k], constants);
       sums = sums + word_sums(step.x[k], dz[k], constants);
     });
   });
@@ -501,7 +511,7 @@ struct ForwardSlice {
     }
     Out* y = static_cast<Out*>(a.out) + words.start;
     const int first_channel = static_cast<int>(group % a.groups) * a.depth;
-    with_act<Act::run_time>(a.act, [&](auto act) {
+    with_loop<kLoops<In, Out>>(a.act, [&](auto act) {
       for_words(words, [&](int w, int e) {
         store_word(y + w * V, e, a.n, forward_word<decltype(act)::value, Out>(a, at(stage, w), e, first_channel, mean, rstd));
       });
@@ -603,11 +613,11 @@ __global__ void __launch_bounds__(kSplitThreads, pass_blocks<In>()) group_norm_s
   const Channel<A> c = channel_of(a, part.row);
   const In* x = static_cast<const In*>(a.x) + part.start;
   Out* y = static_cast<Out*>(a.out) + part.start;
-  with_act<Act::run_time>(a.act, [&](auto act) {
+  with_loop<kLoops<In, Out>>(a.act, [&](auto act) {
     for (int w = threadIdx.x; w < part.words; w += kSplitThreads) {
       Vec<A, V> z = unpack<A>(load_vec<In, V>(x + w * V));
       unroll<V>([&](int j) { z.v[j] = c.z(z.v[j]); });
-      store_word(y + w * V, part.element(w), part.n, activated<decltype(act)::value, Out>(z));
+      store_word(y + w * V, part.element(w), part.n, activated<decltype(act)::value, Out>(a.act, z));
     }
   });
 }
@@ -624,14 +634,14 @@ __global__ void __launch_bounds__(kSplitThreads, step_blocks<In>()) group_norm_s
   Step<In, Out, V, K> next(x + at, dy + at, at - part.head, kStride, part.n);
   const Channel<A> c = channel_of(a, part.row);
   Sums<A> sums{A(0), A(0)};
-  with_act<Act::run_time>(a.act, [&](auto act) {
+  with_loop<kLoops<In, Out>>(a.act, [&](auto act) {
 #pragma unroll 1
     for (; at - part.head < part.n; at += K * kStride) {
       Step<In, Out, V, K> now = next;
       next = Step<In, Out, V, K>(x + at + K * kStride, dy + at + K * kStride, at + K * kStride - part.head, kStride, part.n);
       unroll<K>([&](int k) {
         clear_outside(now.x[k], now.dy[k], at + k * kStride - part.head, part.n, c.mean);
-        sums = sums + word_sums(now.x[k], z_gradient<decltype(act)::value>(now.x[k], now.dy[k], c), c);
+        sums = sums + word_sums(now.x[k], z_gradient<decltype(act)::value>(a.act, now.x[k], now.dy[k], c), c);
       });
     }
   });
@@ -651,7 +661,7 @@ __global__ void __launch_bounds__(kSplitThreads, step_blocks<In>()) group_norm_s
   Step<In, Out, V, K> next(x + at, dy + at, at - part.head, kStride, part.n);
   const Channel<A> c = channel_of(a, part.row);
   const GroupGradient<A> gradient = a.gradients[a.by_depth.quotient(part.row)];
-  with_act<Act::run_time>(a.act, [&](auto act) {
+  with_loop<kLoops<In, Out>>(a.act, [&](auto act) {
 #pragma unroll 1
     for (; at - part.head < part.n; at += K * kStride) {
       const Step<In, Out, V, K> now = next;
@@ -659,7 +669,7 @@ __global__ void __launch_bounds__(kSplitThreads, step_blocks<In>()) group_norm_s
 #pragma unroll
       for (int k = 0; k < K; ++k)
         store_word(dx + at + k * kStride, at + k * kStride - part.head, part.n,
-                     input_gradient(now.x[k], z_gradient<decltype(act)::value>(now.x[k], now.dy[k], c), c, gradient));
+                     input_gradient(now.x[k], z_gradient<decltype(act)::value>(a.act, now.x[k], now.dy[k], c), c, gradient));
     }
   });
 }
@@ -811,12 +821,12 @@ __global__ void __launch_bounds__(kPixelThreads, pass_blocks<In>()) group_norm_p
     const Channel<A> c(a.stats[group], a.stats[a.total() + group], a, column.channel(j));
     mean[j] = c.mean, scale[j] = c.scale, bias[j] = c.bias;
   });
-  with_act<Act::run_time>(a.act, [&](auto act) {
+  with_loop<kLoops<In, Out, V>>(a.act, [&](auto act) {
 #pragma unroll 2
     for (int64_t p = column.first + column.y; p < column.last; p += a.down) {
       Vec<A, V> z = unpack<A>(load_vec<In, V>(x + p * a.channels));
       unroll<V>([&](int j) { z.v[j] = (z.v[j] - mean[j]) * scale[j] + bias[j]; });
-      store_vec<Out, V>(y + p * a.channels, activated<decltype(act)::value, Out>(z));
+      store_vec<Out, V>(y + p * a.channels, activated<decltype(act)::value, Out>(a.act, z));
     }
   });
 }
@@ -884,6 +894,22 @@ struct Pixels {
   }
 };
 
+// Of piece q of all words: d = x - mean, and dz.
+template <Act ACT, typename In, typename Out, int V, int K, typename A, int P>
+__device__ __forceinline__ void piece_gradients(Act act, const Pixels<In, Out, V, K>& pixels, int q, const Vec<A, P>& mean,
+                                                const Vec<A, P>& scale, const Vec<A, P>& bias, Vec<A, P> (&d)[K], Vec<A, P> (&dz)[K]) {
+  unroll<K>([&](int k) {
+    d[k] = unpack<A>(piece(pixels.x[k], q)), dz[k] = unpack<A>(piece(pixels.dy[k], q));
+    unroll<P>([&](int i) { d[k].v[i] -= mean.v[i]; });
+  });
+  with_act<ACT>(act, [&](auto chosen) {
+    unroll<K * P>([&](int n) {
+      const int k = n / P, i = n % P;
+      dz[k].v[i] = act_gradient<decltype(chosen)::value, sizeof(In) == 2>(dz[k].v[i], d[k].v[i] * scale.v[i] + bias.v[i]);
+    });
+  });
+}
+
 template <typename In, typename Out, int V>
 __global__ void __launch_bounds__(kPixelThreads, step_blocks<In>()) group_norm_pixels_sums(const PassArgs<In> a) {
   using A = compute_t<In>;
@@ -901,7 +927,7 @@ __global__ void __launch_bounds__(kPixelThreads, step_blocks<In>()) group_norm_p
     const int64_t stride = a.down * a.channels;
     const In* x = static_cast<const In*>(a.x) + column.offset + (column.first + column.y) * a.channels;
     const Out* dy = static_cast<const Out*>(a.dy) + column.offset + (column.first + column.y) * a.channels;
-    with_act<Act::run_time>(a.act, [&](auto act) {
+    with_loop<kLoops<In, Out, V>>(a.act, [&](auto act) {
 #pragma unroll 1
       for (int64_t left = column.last - column.first - column.y; left > 0; left -= K * a.down) {
         const Pixels<In, Out, V, K> pixels(x, dy, stride, left, a.down);
@@ -909,13 +935,12 @@ __global__ void __launch_bounds__(kPixelThreads, step_blocks<In>()) group_norm_p
         unroll<V / P>([&](int q) {
           const Vec<A, P> mean = table.load(0, q, column.x), scale = table.load(1, q, column.x);
           const Vec<A, P> bias = table.load(2, q, column.x);
+          Vec<A, P> d[K], dz[K];
+          piece_gradients<decltype(act)::value>(a.act, pixels, q, mean, scale, bias, d, dz);
           unroll<K>([&](int k) {
-            const Vec<A, P> v = unpack<A>(piece(pixels.x[k], q)), g = unpack<A>(piece(pixels.dy[k], q));
             unroll<P>([&](int i) {
-              const A d = v.v[i] - mean.v[i];
-              const A dz = act_gradient<decltype(act)::value, sizeof(In) == 2>(g.v[i], d * scale.v[i] + bias.v[i]);
-              sums.v[q * P + i] += dz;
-              sums.v[V + q * P + i] += dz * d;
+              sums.v[q * P + i] += dz[k].v[i];
+              sums.v[V + q * P + i] += dz[k].v[i] * d[k].v[i];
             });
           });
         });
@@ -948,22 +973,18 @@ __global__ void __launch_bounds__(kPixelThreads, step_blocks<In>()) group_norm_p
   const In* x = static_cast<const In*>(a.x) + offset;
   const Out* dy = static_cast<const Out*>(a.dy) + offset;
   In* dx = static_cast<In*>(a.out) + offset;
-  with_act<Act::run_time>(a.act, [&](auto act) {
+  with_loop<kLoops<In, Out, V>>(a.act, [&](auto act) {
 #pragma unroll 1
     for (int64_t left = column.last - column.first - column.y; left > 0; left -= K * a.down) {
       Pixels<In, Out, V, K> pixels(x, dy, stride, left, a.down);
       unroll<V / P>([&](int q) {
         const Vec<A, P> mean = table.load(0, q, column.x), scale = table.load(1, q, column.x), bias = table.load(2, q, column.x);
         const Vec<A, P> constant = table.load(3, q, column.x), slope = table.load(4, q, column.x);
+        Vec<A, P> d[K], dz[K];
+        piece_gradients<decltype(act)::value>(a.act, pixels, q, mean, scale, bias, d, dz);
         unroll<K>([&](int k) {
-          const Vec<A, P> v = unpack<A>(piece(pixels.x[k], q));
-          Vec<A, P> r = unpack<A>(piece(pixels.dy[k], q));
-          unroll<P>([&](int i) {
-            const A d = v.v[i] - mean.v[i];
-            const A dz = act_gradient<decltype(act)::value, sizeof(In) == 2>(r.v[i], d * scale.v[i] + bias.v[i]);
-            r.v[i] = dz * scale.v[i] - constant.v[i] - d * slope.v[i];
-          });
-          set_piece(pixels.x[k], q, pack<In>(r));
+          unroll<P>([&](int i) { dz[k].v[i] = dz[k].v[i] * scale.v[i] - constant.v[i] - d[k].v[i] * slope.v[i]; });
+          set_piece(pixels.x[k], q, pack<In>(dz[k]));
         });
       });
       unroll<K>([&](int k) { if (k == 0 || k * a.down < left) store_vec<In, V>(dx + k * stride, pixels.x[k]); });

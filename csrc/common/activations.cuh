@@ -237,6 +237,17 @@ __device__ __forceinline__ void with_act([[maybe_unused]] Act act, F&& f) {
   }
 }
 
+// Calls f with the activations that have a loop of their own in a kernel of any, the usual ones of its norm, and with Act::run_time for
+// the others. LOOPS: whether there are such loops.
+template <bool LOOPS, typename F>
+__device__ __forceinline__ void with_loop([[maybe_unused]] Act act, F&& f) {
+  if constexpr (LOOPS) {
+    if (act == Act::none) return f(std::integral_constant<Act, Act::none>{});
+    if (act == Act::silu) return f(std::integral_constant<Act, Act::silu>{});
+  }
+  f(std::integral_constant<Act, Act::run_time>{});
+}
+
 // On the host: calls f with what an elementwise kernel is compiled for, the activations of language models' MLPs in 16 bits, where
 // every instruction counts, and Act::run_time for all others. WORDS: whether the kernel moves whole words, or single elements.
 template <typename T, bool WORDS = true, typename F>
