@@ -55,21 +55,26 @@ struct Bias {
     locate(walk, i, at);
     return at[1];
   }
-  // The word at element i of n.
+  // The word at element i of n. It is called, because an offset takes six divisions of 64 bits.
   template <typename T>
-  __device__ __forceinline__ Vec<T, kVector<T>> gather(int64_t i, int64_t n) const {
+  __device__ __noinline__ Vec<T, kVector<T>> gather(int64_t i, int64_t n) const {
     Vec<T, kVector<T>> w = filled<T, kVector<T>>(convert<T>(0.f));
-    const int64_t start = vector && i < n ? offset(i) : 0, step = walk.stride[1][walk.dims - 1];
-    unroll<kVector<T>>([&](int j) {
-      if (i + j < n) w.v[j] = static_cast<const T*>(data)[vector ? start + j * step : offset(i + j)];
-    });
+    const T* p = static_cast<const T*>(data);
+    if (vector) {
+      const int64_t start = i < n ? offset(i) : 0, step = walk.stride[1][walk.dims - 1];
+      unroll<kVector<T>>([&](int j) { if (i + j < n) w.v[j] = p[start + j * step]; });
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < kVector<T>; ++j)
+        if (i + j < n) w.v[j] = p[offset(i + j)];
+    }
     return w;
   }
 };
 
 template <typename T, bool SUM_FIRST, bool TRAIN, bool BIAS>
 __global__ void __launch_bounds__(kThreads) relu_forward(const T* x, const T* y, T* out, uint8_t* bits, int64_t n, bool is_aligned,
-                                                        compute_t<T> alpha, const Bias bias) {
+                                                        compute_t<T> alpha, const __grid_constant__ Bias bias) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
   for_block<T>(is_aligned, n, [&](auto words, int first) {
@@ -77,18 +82,18 @@ __global__ void __launch_bounds__(kThreads) relu_forward(const T* x, const T* y,
     constexpr bool WHOLE = U > 1;
     Vec<T, V> wx[U], wy[U];
     [[maybe_unused]] Vec<T, V> wb[U];
-    unroll<U>([&](int u) {
-      const int64_t i = flat_index<T>(first + u);
-      wx[u] = load_flat<T, WHOLE>(x, i, n);
-      wy[u] = load_flat<T, WHOLE>(y, i, n);
-    });
-    if constexpr (BIAS) {
+    if constexpr (BIAS) {  // first: a call would have to save the words of x and y
       if (WHOLE && bias.repeats.served) {
         unroll<U>([&](int u) { wb[u] = bias.repeats.load(static_cast<const T*>(bias.data), flat_index<T>(first + u)); });
       } else {
         unroll<U>([&](int u) { wb[u] = bias.gather<T>(flat_index<T>(first + u), n); });
       }
     }
+    unroll<U>([&](int u) {
+      const int64_t i = flat_index<T>(first + u);
+      wx[u] = load_flat<T, WHOLE>(x, i, n);
+      wy[u] = load_flat<T, WHOLE>(y, i, n);
+    });
     unroll<U>([&](int u) {
       const int64_t i = flat_index<T>(first + u);
       [[maybe_unused]] unsigned kept = 0;
