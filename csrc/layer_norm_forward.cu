@@ -407,11 +407,11 @@ RowLaunch row_launch(int64_t words, int64_t rows, bool ragged, bool whole, bool 
     launch.threads = launch.block = static_cast<int>(ceil_div(ceil_div(words, kWideWords), 32) * 32);
     return whole && !is_whole(launch, words) ? RowLaunch{} : launch;
   }
-  if (words > kRowThreads * std::max(built)) {
-    launch.cluster = static_cast<int>(std::max<int64_t>(2, next_power_of_2(ceil_div(words, kRowThreads * kMostWords))));
+  if (const int most = std::max(built); words > kRowThreads * most) {
+    launch.cluster = static_cast<int>(next_power_of_2(ceil_div(words, kRowThreads * most)));
     if (device.capability < 90 || launch.cluster > kMaxCluster) return RowLaunch{};
-    launch.words = kMostWords;
-    launch.threads = launch.block = static_cast<int>(ceil_div(ceil_div(words, kMostWords * launch.cluster), 32) * 32);
+    launch.words = most;
+    launch.threads = launch.block = static_cast<int>(ceil_div(ceil_div(words, most * launch.cluster), 32) * 32);
     return whole && !is_whole(launch, words) ? RowLaunch{} : launch;
   }
   int64_t least = INT64_MAX;
@@ -487,7 +487,7 @@ void forward(ForwardArgs<compute_t<X>>& args, const ForwardTensors& tensors, int
   const auto run = [&](auto is_layer, auto is_mixed, auto is_whole, auto built) {
     constexpr bool LAYER = decltype(is_layer)::value, MIXED = decltype(is_mixed)::value, WHOLE = decltype(is_whole)::value;
     if constexpr (kClusters) {
-      if (row.cluster > 1) return launch_kernel(layer_norm_forward_rows<X, R, LAYER, MIXED, WHOLE, kMostWords, true>, shape, on, args);
+      if (row.cluster > 1) return launch_kernel(layer_norm_forward_rows<X, R, LAYER, MIXED, WHOLE, most_of(decltype(built){}), true>, shape, on, args);
     }
     with_words(built, row.words, [&](auto k) {
       launch_kernel(layer_norm_forward_rows<X, R, LAYER, MIXED, WHOLE, k.value, false>, shape, on, args);

@@ -275,6 +275,9 @@ std::initializer_list<int> list_of(Built<K...>) {
   return list;
 }
 
+template <int... K>
+constexpr int most_of(Built<K...>) { return std::max({K...}); }
+
 // Contiguous and aligned to the vector, by a copy where it is not.
 inline Tensor dense(const Tensor& t) {
   if (!t.is_contiguous()) return torch::stable::contiguous(t);
