@@ -5,8 +5,8 @@
 //
 //   rows    the dimension is contiguous, and a row fits in the registers of a part of a warp or of a block. Each warp reduces its
 //           part to (maximum, sum of exponentials below it), and those pairs cross warps in one exchange.
-//   held    a longer row is held in the shared memory of up to 16 blocks of a cluster (sm_90), which exchange their pairs.
-//   pieces  a row that no cluster can hold is read twice, the second time from the L2 cache.
+//   held    a longer row without a mask is held in the shared memory of up to 16 blocks of a cluster (sm_90), which exchange their pairs.
+//   pieces  any other row is read twice, the second time from the L2 cache.
 //   columns the dimension is strided: a thread owns neighbouring columns and walks down them.
 //
 // A row whose length is not a multiple of the vector starts anywhere in a 16-byte word ("ragged"). All tensors are contiguous and
@@ -29,6 +29,17 @@ template <bool MASKED>
 constexpr int most_threads(int words) { return !MASKED && words > 2 && words <= 4 ? kWideThreads : kRowThreads; }
 constexpr int kMaxWarps = kWideThreads / 32;
 constexpr int kMaskDims = 4;
+
+// Calls whose rows in registers have one kernel: float64, and masks of log_softmax or with a result wider than x.
+template <typename In, typename Out, bool LOG, bool MASKED>
+constexpr bool kRare = sizeof(In) == 8 || (MASKED && (LOG || !std::is_same_v<In, Out>));
+// Calls whose longer rows have a kernel in shared memory. Of the others every long row is read in pieces: each of three passes over what is
+// held would contain all kinds of masks, and be the largest kernel of all.
+template <typename In, bool MASKED>
+constexpr bool kHolds = sizeof(In) < 8 && !MASKED;
+// Columns with loops of full length.
+template <typename In, typename Out, bool LOG>
+constexpr int kColumnUnroll = kRare<In, Out, LOG, true> ? 1 : 4;
 
 enum class MaskKind : int { none, boolean, same_dtype, float32 };
 
@@ -228,7 +239,7 @@ __device__ __forceinline__ void to_scores(Vec<A, V> (&scores)[K], const Vec<In, 
     });
   };
   if (mask.kind == MaskKind::boolean) with_mask<bool, K, V>(mask, offset, n, whole, element, add);
-  else if (mask.kind == MaskKind::float32) with_mask<float, K, V>(mask, offset, n, whole, element, add);
+  else if (sizeof(In) == 2 && mask.kind == MaskKind::float32) with_mask<float, K, V>(mask, offset, n, whole, element, add);
   else with_mask<In, K, V>(mask, offset, n, whole, element, add);
 }
 
@@ -382,7 +393,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) softmax_backward_rows(const Ba
 
 // ---- a row in the shared memory of a cluster, see softmax.cuh -------------------------------------------------------------
 
-template <typename In, typename Out, bool LOG, bool MASKED>
+template <typename In, typename Out, bool LOG>
 __global__ void __launch_bounds__(kHeldThreads, 3) softmax_forward_held(const ForwardArgs<compute_t<In>> a, int each) {
   using A = compute_t<In>;
   constexpr int V = kVector<In>;
@@ -397,26 +408,16 @@ __global__ void __launch_bounds__(kHeldThreads, 3) softmax_forward_held(const Fo
   at.for_words([&](int w) { copy_async<kVectorBytes>(held + w, x + w * V); });
   await_copies();
 
-  // Each pass recomputes the scores of a masked row. Another row is used as loaded, but negated if the scale is negative, so that the
-  // largest value has the largest score.
-  using Held = std::conditional_t<MASKED, A, In>;
-  const Held lowest = convert<Held>(minus_infinity<A>());
-  const A to_score = MASKED ? A(1) : a.scale < A(0) ? -a.scale : a.scale;
-  const int64_t mask_offset = MASKED ? a.mask.row_offset(at.row) : 0;
+  // The row is used as loaded, but negated if the scale is negative, so that the largest value has the largest score.
+  const In lowest = convert<In>(minus_infinity<A>());
+  const A to_score = a.scale < A(0) ? -a.scale : a.scale;
   const auto values = [&](int w) {
-    if constexpr (MASKED) {
-      Vec<A, V> scores[1];
-      const Vec<In, V> loaded[1] = {held[w]};
-      to_scores(scores, loaded, a.scale, a.mask, mask_offset, a.n, !a.ragged, [&](int) { return at.start + w * V; });
-      return scores[0];
-    } else {
-      Vec<In, V> v = held[w];
-      if (a.scale < A(0)) v = negated(v);
-      if (a.ragged) blank_neighbours(v, at.start + w * V, a.n, lowest);
-      return v;
-    }
+    Vec<In, V> v = held[w];
+    if (a.scale < A(0)) v = negated(v);
+    if (a.ragged) blank_neighbours(v, at.start + w * V, a.n, lowest);
+    return v;
   };
-  Vec<Held, V> best[1] = {filled<Held, V>(lowest)};
+  Vec<In, V> best[1] = {filled<In, V>(lowest)};
   at.for_words([&](int w) { best[0] = maxima(best[0], values(w)); });
   const A m = lanes_max(convert<A>(largest(best)) * to_score, 32), base = finite_or_zero(m);
   A s = 0;
@@ -440,7 +441,7 @@ __global__ void __launch_bounds__(kHeldThreads, 3) softmax_forward_held(const Fo
   });
 }
 
-template <typename In, typename Out, bool LOG, bool MASKED>
+template <typename In, typename Out, bool LOG>
 __global__ void __launch_bounds__(kHeldThreads, 3) softmax_backward_held(const BackwardArgs<compute_t<In>> a, int each) {
   using A = compute_t<In>;
   constexpr int V = kVector<Out>;
@@ -467,11 +468,9 @@ __global__ void __launch_bounds__(kHeldThreads, 3) softmax_backward_held(const B
   });
   s = row_sum<true>(lanes_sum(s, 32), exchange, kHeldThreads);
   In* dx = static_cast<In*>(a.dx) + at.row * a.n;
-  const int64_t mask_offset = MASKED ? a.mask.row_offset(at.row) : 0;
   at.for_words([&](int w) {
     const int64_t e = at.start + w * V;
-    Vec<A, V> r = score_gradient<LOG, sizeof(In) == 2, A>(g[w], p[w], s, a.scale);
-    if constexpr (MASKED) drop_masked(r, a.mask, mask_offset, e, a.n, !a.ragged);
+    const Vec<A, V> r = score_gradient<LOG, sizeof(In) == 2, A>(g[w], p[w], s, a.scale);
     if (a.ragged) store_word(dx + e, e, a.n, pack<In>(r));
     else store_vec<In, V>(dx + e, pack<In>(r));
   });
@@ -479,15 +478,16 @@ __global__ void __launch_bounds__(kHeldThreads, 3) softmax_backward_held(const B
 
 // ---- a row in pieces ----------------------------------------------------------------------------------------------------
 //
-// A row that no cluster can hold is read twice: by blocks that each reduce a piece of it, and by blocks that each write a piece. The grid
+// A long row that no cluster holds is read twice: by blocks that each reduce a piece of it, and by blocks that each write a piece. The grid
 // has both kinds in the order in which they can run: the blocks that reduce a row come `lag` rows before those that write it. Blocks
 // start in the order of their indices, so a block only waits for blocks that started before it. With this lag they have nearly always
 // ended while the row is still in the L2 cache, so memory is read once.
 
 constexpr int kPieceThreads = 256;
-// Words of each operand, a thread, at a time: a masked row is held in float32, its mask beside it.
-template <bool MASKED>
-constexpr int kPieceWords = MASKED ? 2 : 8;
+// Words of each operand, a thread, at a time: a masked row is held in float32, its mask beside it. What clusters leave of log_softmax and of
+// results wider than x is not worth the code for more.
+template <typename In, typename Out, bool LOG, bool MASKED>
+constexpr int kPieceWords = MASKED ? 2 : LOG || sizeof(In) == 8 || !std::is_same_v<In, Out> ? 4 : 8;
 constexpr int kMostPieces = 1024;  // of a row: every block that writes adds up the partials of all
 
 // Hints to the L2 cache: to keep a word for the second read, or to evict it before others.
@@ -599,7 +599,7 @@ template <typename In, typename Out, bool LOG, bool MASKED>
 __global__ void __launch_bounds__(kPieceThreads, MASKED ? 2 : 3)
     softmax_forward_pieces(const ForwardArgs<compute_t<In>> a, int pieces, int64_t lag, BoardWord* board) {
   using A = compute_t<In>;
-  constexpr int V = kVector<In>, K = kPieceWords<MASKED>;
+  constexpr int V = kVector<In>, K = kPieceWords<In, Out, LOG, MASKED>;
   constexpr bool FAST = sizeof(Out) == 2;
   using Row = ForwardPartial<A, FAST>;
   const Piece at = Piece::find<V>(a.rows, a.n, pieces, lag, a.ragged);
@@ -672,7 +672,7 @@ template <typename In, typename Out, bool LOG, bool MASKED>
 __global__ void __launch_bounds__(kPieceThreads, 2)
     softmax_backward_pieces(const BackwardArgs<compute_t<In>> a, int pieces, int64_t lag, BoardWord* board) {
   using A = compute_t<In>;
-  constexpr int V = kVector<Out>, K = kPieceWords<MASKED>;
+  constexpr int V = kVector<Out>, K = kPieceWords<In, Out, LOG, MASKED>;
   using Row = BackwardPartial<A>;
   const Piece at = Piece::find<V>(a.rows, a.n, pieces, lag, a.ragged);
   const int64_t start = at.row * a.n + at.start;
@@ -768,7 +768,7 @@ __global__ void __launch_bounds__(kColumnThreads) softmax_forward_columns(const 
   Pair<A> p[V];
   unroll<V>([&](int j) { p[j] = {minus_infinity<A>(), A(0)}; });
   if (at.active) {
-#pragma unroll 4
+#pragma unroll (kColumnUnroll<In, Out, LOG>)
     for (int64_t i = at.first; i < a.n; i += a.down) {
       const Vec<In, V> w = load_vec<In, V>(x + i * a.inner);
       unroll<V>([&](int j) { p[j] = extend<FAST>(p[j], Vec<A, 1>{{convert<A>(w.v[j]) * scale}}); });
@@ -779,7 +779,7 @@ __global__ void __launch_bounds__(kColumnThreads) softmax_forward_columns(const 
   Out* __restrict__ y = static_cast<Out*>(a.out) + at.base;
   A last[V];
   unroll<V>([&](int j) { last[j] = Finish<A, LOG, FAST>(p[j]).last; });
-#pragma unroll 4
+#pragma unroll (kColumnUnroll<In, Out, LOG>)
   for (int64_t i = at.first; i < a.n; i += a.down) {
     const Vec<In, V> w = load_vec<In, V>(x + i * a.inner);
     Vec<Out, V> r;
@@ -800,7 +800,7 @@ __global__ void __launch_bounds__(kColumnThreads) softmax_backward_columns(const
 
   A s[V] = {};
   if (at.active) {
-#pragma unroll 4
+#pragma unroll (kColumnUnroll<In, Out, LOG>)
     for (int64_t i = at.first; i < a.n; i += a.down) {
       const Vec<Out, V> g = load_vec<Out, V>(dy + i * a.inner);
       const Vec<Out, V> p = LOG ? g : load_vec<Out, V>(y + i * a.inner);  // the sum of log_softmax does not need y
@@ -812,7 +812,7 @@ __global__ void __launch_bounds__(kColumnThreads) softmax_backward_columns(const
   if (!at.active) return;
   In* __restrict__ dx = static_cast<In*>(a.out) + at.base;
   const A scale = static_cast<A>(a.scale);
-#pragma unroll 4
+#pragma unroll (kColumnUnroll<In, Out, LOG>)
   for (int64_t i = at.first; i < a.n; i += a.down) {
     const Vec<Out, V> g = load_vec<Out, V>(dy + i * a.inner), p = load_vec<Out, V>(y + i * a.inner);
     const Vec<A, V> ga = unpack<A>(g), pa = unpack<A>(p);
@@ -835,15 +835,17 @@ struct RowLaunch {
 
 // More words in flight hide more latency, and more threads for a row cost more exchange. A short row gets few words a thread, so that
 // enough blocks are resident, and a long row as many as fit, `most`. A masked row gets more, because each thread spends time to find its
-// mask. From a warp on, a row gets only the warps that it fills.
-RowLaunch row_launch(int64_t words, int most, bool ragged, bool masked) {
-  const int target = std::min(most, words <= 32 ? 1 : words <= 128 && !masked ? 2 : words <= 1024 || words > kRowThreads * most ? 4 : most);
-  int64_t threads = ceil_div(words, target);
+// mask. Of the words that kernels are built for, in ascending order, it takes the next. From a warp on, a row gets only the warps that it fills.
+RowLaunch row_launch(int64_t words, std::initializer_list<int> built, bool ragged, bool masked) {
+  const int most = std::max(built);
+  const auto next_built = [&](int64_t wanted) { return *std::find_if(built.begin(), built.end() - 1, [&](int k) { return k >= wanted; }); };
+  const int target = words <= 32 ? 1 : words <= 128 && !masked ? 2 : words <= 1024 || words > kRowThreads * most ? 4 : most;
+  int64_t threads = ceil_div(words, next_built(target));
   if (ragged) threads = std::max<int64_t>(threads, 16);  // up to 14 single elements, one a thread
   RowLaunch launch{};
   launch.threads = static_cast<int>(threads <= 32 ? next_power_of_2(threads) : ceil_div(threads, 32) * 32);
   launch.block = launch.threads > 32 ? launch.threads : masked ? 64 : 128;  // masked: .88 for .86 of the bandwidth with 128
-  launch.words = static_cast<int>(next_power_of_2(std::max<int64_t>(1, ceil_div(words, launch.threads))));
+  launch.words = next_built(ceil_div(words, launch.threads));
   return launch;
 }
 
@@ -855,41 +857,28 @@ bool in_registers(int64_t words, int most, bool wide) {
 }
 
 // Launches a kernel of pieces whose partials have type Partial. `ahead`: the blocks of an SM that reduce rows before they are written.
-template <bool MASKED, typename Partial, typename Args>
+template <int WORDS, typename Partial, typename Args>
 void launch_pieces(void (*kernel)(Args, int, int64_t, BoardWord*), const Args& args, int64_t words, double ahead, const Launch& launch,
                    const Tensor& like) {
-  const int64_t pieces = std::min<int64_t>(kMostPieces, ceil_div(words, kPieceWords<MASKED> * kPieceThreads));
+  const int64_t pieces = std::min<int64_t>(kMostPieces, ceil_div(words, WORDS * kPieceThreads));
   const auto lead = static_cast<int64_t>(ahead * device_traits(launch.device()).processors);
   const int64_t lag = std::min(args.rows, ceil_div(lead, pieces));
   const Tensor board = empty_board(args.rows * pieces * Message<Partial>::kWords, like, launch);
   launch_kernel(kernel, {args.rows * pieces * 2, kPieceThreads}, launch, args, static_cast<int>(pieces), lag, pointer<BoardWord>(board));
 }
 
-// Calls f(std::integral_constant<int, K>) for the K = 1, 2, 4, 8 words of a launch.
-template <typename F>
-void with_words(int words, F&& f) {
-  switch (words) {
-    case 1: return f(std::integral_constant<int, 1>{});
-    case 2: return f(std::integral_constant<int, 2>{});
-    case 4: return f(std::integral_constant<int, 4>{});
-    default: return f(std::integral_constant<int, 8>{});
-  }
-}
-
-// Launches the kernel that holds a row in registers, kernel_of(words a thread), if the row fits with up to MOST words a thread.
-template <int MOST, typename Args, typename KernelOf>
-bool launch_in_registers(Args& args, int vector, bool wide, bool masked, const Launch& launch, KernelOf&& kernel_of) {
+// Launches the kernel that holds a row in registers, kernel_of(words a thread), if the row fits with one of the kernels built.
+template <typename Words, typename Args, typename KernelOf>
+bool launch_in_registers(Words built, Args& args, int vector, bool wide, bool masked, const Launch& launch, KernelOf&& kernel_of) {
   const int64_t words = args.n / vector;
   args.ragged = args.n % vector != 0;
-  if (!in_registers(words, MOST, wide)) return false;
-  const RowLaunch shape = row_launch(words, MOST, args.ragged, masked);
+  if (!in_registers(words, std::max(list_of(built)), wide)) return false;
+  const RowLaunch shape = row_launch(words, list_of(built), args.ragged, masked);
   args.lanes = shape.threads;
   args.lane_bits = log2_of(shape.threads);
-  with_words(shape.words, [&](auto k) {
-    if constexpr (k.value <= MOST) {
-      kernel_of(k)<<<grid_of(ceil_div(args.rows, shape.block / shape.threads)), shape.block, 0, launch.stream()>>>(args);
-      STD_CUDA_KERNEL_LAUNCH_CHECK();
-    }
+  with_words(built, shape.words, [&](auto k) {
+    kernel_of(k)<<<grid_of(ceil_div(args.rows, shape.block / shape.threads)), shape.block, 0, launch.stream()>>>(args);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return true;
 }
@@ -958,23 +947,35 @@ Mask make_mask(const Tensor& mask, const Dims& sizes, ScalarType x_dtype, const 
 
 template <typename In, typename Out, bool LOG, bool MASKED>
 void forward_rows(ForwardArgs<compute_t<In>>& args, const Launch& launch, const Tensor& like) {
-  constexpr int V = kVector<In>, kMost = MASKED && sizeof(In) == 2 ? 4 : 8;  // a masked row is held in float32
+  constexpr int V = kVector<In>;
+  constexpr bool kSame = std::is_same_v<In, Out>;
+  using Masked = std::conditional_t<sizeof(In) == 2, Built<1, 4>, Built<1, 4, 8>>;  // a masked row is held in float32
+  using Unmasked = std::conditional_t<!kSame, Built<2, 8>, std::conditional_t<LOG, Built<2, 4, 8>, Built<1, 2, 4, 8>>>;
+  using Words = std::conditional_t<kRare<In, Out, LOG, MASKED>, Built<4>, std::conditional_t<MASKED, Masked, Unmasked>>;
   const auto kernel_of = [](auto k) { return &softmax_forward_rows<In, Out, k.value, LOG, MASKED>; };
-  if (launch_in_registers<kMost>(args, V, !MASKED, MASKED, launch, kernel_of)) return;
+  if (launch_in_registers(Words{}, args, V, !MASKED && kSame, MASKED, launch, kernel_of)) return;
   const int64_t words = words_covered(args.n, args.ragged, V);
-  if (launch_held<softmax_forward_held<In, Out, LOG, MASKED>>(args, words, kVectorBytes, launch)) return;
-  launch_pieces<MASKED, Pair<compute_t<In>>>(softmax_forward_pieces<In, Out, LOG, MASKED>, args, words, 2.0, launch, like);
+  if constexpr (kHolds<In, MASKED>) {
+    if (launch_held<softmax_forward_held<In, Out, LOG>>(args, words, kVectorBytes, launch)) return;
+  }
+  launch_pieces<kPieceWords<In, Out, LOG, MASKED>, Pair<compute_t<In>>>(softmax_forward_pieces<In, Out, LOG, MASKED>, args, words, 2.0, launch,
+                                                                       like);
 }
 
 template <typename In, typename Out, bool LOG, bool MASKED>
 void backward_rows(BackwardArgs<compute_t<In>>& args, const Launch& launch, const Tensor& like) {
-  constexpr int V = kVector<Out>, kMost = (sizeof(In) == sizeof(Out) ? 8 : 4) / (MASKED ? 2 : 1);
+  constexpr int V = kVector<Out>;
+  using Unmasked = std::conditional_t<!std::is_same_v<In, Out>, Built<1, 4>, std::conditional_t<LOG, Built<2, 4, 8>, Built<1, 2, 4, 8>>>;
+  using Words = std::conditional_t<kRare<In, Out, LOG, MASKED>, Built<(sizeof(In) == sizeof(Out) ? 4 : 2)>,
+                                   std::conditional_t<MASKED, Built<1, 2, 4>, Unmasked>>;
   const auto kernel_of = [](auto k) { return &softmax_backward_rows<In, Out, k.value, LOG, MASKED>; };
-  if (launch_in_registers<kMost>(args, kVector<In>, false, false, launch, kernel_of)) return;
+  if (launch_in_registers(Words{}, args, kVector<In>, false, false, launch, kernel_of)) return;
   const int64_t words = words_covered(args.n, args.ragged, V);
-  if (launch_held<softmax_backward_held<In, Out, LOG, MASKED>>(args, words, 2 * kVectorBytes, launch)) return;
+  if constexpr (kHolds<In, MASKED>) {
+    if (launch_held<softmax_backward_held<In, Out, LOG>>(args, words, 2 * kVectorBytes, launch)) return;
+  }
   using Partial = typename BackwardPartial<compute_t<In>>::Type;
-  launch_pieces<MASKED, Partial>(softmax_backward_pieces<In, Out, LOG, MASKED>, args, words, 1.0, launch, like);
+  launch_pieces<kPieceWords<In, Out, LOG, MASKED>, Partial>(softmax_backward_pieces<In, Out, LOG, MASKED>, args, words, 1.0, launch, like);
 }
 
 // Launches the kernel for a strided dimension, with or without vectors. Slot: what the threads of a column exchange.
