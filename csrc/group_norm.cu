@@ -196,10 +196,10 @@ template <Act ACT, typename In, typename Out, int V>
 __device__ __forceinline__ Vec<compute_t<In>, V> z_gradient(Act act, const Vec<In, V>& x, const Vec<Out, V>& dy,
                                                             const Channel<compute_t<In>>& c) {
   using A = compute_t<In>;
-  Vec<A, V> z = unpack<A>(x), dz = unpack<A>(dy);
-  unroll<V>([&](int j) { z.v[j] = c.z(z.v[j]); });
+  const Vec<A, V> v = unpack<A>(x);
+  Vec<A, V> dz = unpack<A>(dy);
   with_act<ACT>(act, [&](auto chosen) {
-    unroll<V>([&](int j) { dz.v[j] = act_gradient<decltype(chosen)::value, sizeof(In) == 2>(dz.v[j], z.v[j]); });
+    unroll<V>([&](int j) { dz.v[j] = act_gradient<decltype(chosen)::value, sizeof(In) == 2>(dz.v[j], c.z(v.v[j])); });
   });
   return dz;
 }
