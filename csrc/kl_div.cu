@@ -565,7 +565,7 @@ template <typename In, Divergence KIND>
 int64_t cluster_size(int64_t rows, int64_t words, const Launch& launch) {
   constexpr int kHeld = kThreads * kForwardWords<In>;
   const DeviceTraits& gpu = device_traits(launch.device());
-  if (gpu.capability < 90) return 1;
+  if (gpu.capability < 90 || sizeof(In) == 8) return 1;  // float64 has no kernels for clusters
   const int64_t idle = kForwardBlocks<In> * gpu.processors / rows;  // blocks that would find room beside one for each row
   const int64_t wanted = KIND == Divergence::jensen_shannon ? std::max(idle, ceil_div(words, kHeld)) : idle;
   const int64_t blocks = std::min(wanted, ceil_div(words, kHeld / 4));
@@ -602,7 +602,10 @@ void run_forward(RowArgs<compute_t<In>> a, compute_t<In>* losses, compute_t<In>*
   const int64_t words = words_covered(a.n, a.ragged, kVector<In>);
   const RowLaunch shape = row_launch(words, cluster_size<In, KIND>(a.rows, words, launch), kForwardWords<In>);
   const unsigned blocks = share_out<In>(a, shape, op);
-  const auto kernel = shape.parts == 1 ? &divergence_forward<In, KIND, false> : &divergence_forward<In, KIND, true>;
+  auto kernel = &divergence_forward<In, KIND, false>;
+  if constexpr (sizeof(In) < 8) {
+    if (shape.parts > 1) kernel = &divergence_forward<In, KIND, true>;
+  }
   launch_kernel(kernel, {blocks, shape.block, 0, static_cast<int>(shape.parts)}, launch, a, losses, stats);
 }
 
