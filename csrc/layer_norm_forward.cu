@@ -301,7 +301,11 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
     constexpr int N = sizeof(v) / sizeof(A);
     store_vec<Out, N>(static_cast<Out*>(a.y) + i, pack<Out>(v));
   };
-  // Where the type of the result is looked up, it is for each word: rows are long to compile.
+  const auto write = [&](auto type) {
+    write_row<X, LAYER, MIXED, WHOLE>(a, words, held, mean, rstd, [&](int64_t i, const auto& v) { put(type, i, v); });
+  };
+  // The type of a result is looked up for each word where the code for the end of a row is long. 16 bits of a float32 x are those that
+  // rounding a float32 result afterwards would give.
   if constexpr (MIXED) {
     const auto put_either = [&](int64_t i, const auto& v) {
       if (a.wide_out) put(A{}, i, v);
@@ -309,14 +313,17 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
     };
     if (a.wide_weight) write_row<A, LAYER, MIXED, WHOLE>(a, words, held, mean, rstd, put_either);
     else write_row<X, LAYER, MIXED, WHOLE>(a, words, held, mean, rstd, put_either);
+  } else if constexpr (sizeof(X) == 4 && WHOLE) {
+    if (a.small_out == Type::bfloat16) write(__nv_bfloat16{});
+    else if (a.small_out == Type::half) write(__half{});
+    else write(X{});
   } else if (sizeof(X) == 4 && a.small_out != Type::none) {
-    // By the kernel that writes float32: the 16 bits are those that rounding its result afterwards would give.
     write_row<X, LAYER, MIXED, WHOLE>(a, words, held, mean, rstd, [&](int64_t i, const auto& v) {
       if (a.small_out == Type::bfloat16) put(__nv_bfloat16{}, i, v);
       else put(__half{}, i, v);
     });
   } else {
-    write_row<X, LAYER, MIXED, WHOLE>(a, words, held, mean, rstd, [&](int64_t i, const auto& v) { put(X{}, i, v); });
+    write(X{});
   }
 }
 
