@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-#: Of a parameter with more values a run need not take each.
-MANY = 100
+#: Of a parameter with more values a run need not take each. FEW is for runs in which a case takes half a second.
+MANY, FEW = 100, 2
 
 
 #: How many cases a collection found that this machine can run.

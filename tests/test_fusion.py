@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import draw
 import pytest
 import torch
 import torch.nn.functional as F
@@ -63,9 +64,10 @@ def generates(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="Triton interprets here already")
-def test_in_the_interpreter(inner_run):
+def test_in_the_interpreter(inner_run, pytestconfig):
+    options = [*inner_run, *draw.options(pytestconfig, draw.FEW)]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *inner_run, "-m", "not gpu", __file__],
+        [sys.executable, "-m", "pytest", *options, "-m", "not gpu", __file__],
         env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[1], capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
@@ -424,10 +426,10 @@ STEPS = (
 
 
 @pytest.mark.parametrize("device", PLACES)
-@pytest.mark.parametrize("first", range(0, 40 if INTERPRETED else 200, 20))
+@pytest.mark.parametrize("first", range(0, 40 if INTERPRETED else 200, 10))
 def test_random_programs(first, device):
     """Whatever is joined, the results and gradients are torch's; in float64, where chains do not amplify roundings."""
-    for seed in range(first, first + 20):
+    for seed in range(first, first + 10):
         chance = random.Random(seed)
         shape = chance.choice([(2, 3, 8), (4, 6, 16), (3, 5, 7), (2, 1, 33), (1, 4, 12), (8, 2, 4)])
         steps = [(chance.choice(STEPS), chance.random(), chance.randrange(3)) for _ in range(chance.randint(3, 9))]
@@ -1778,9 +1780,9 @@ def test_a_mask_is_drawn_as_for_float32(device):
     for shape in ((3, 40), (3, 33), (2, 7), (2**20 + 1, 1)):
         x = torch.randn(shape, device=device, dtype=LOW)
         masks = []
-        for draw in (lambda x: torch.native_dropout(x.float(), 0.2, True)[1], lambda x: ops.drawn_mask(x, 0.2)):
+        for mask_of in (lambda x: torch.native_dropout(x.float(), 0.2, True)[1], lambda x: ops.drawn_mask(x, 0.2)):
             torch.manual_seed(3)
-            masks.append(torch.cat([draw(x).flatten(), torch.rand(9, device=device) < 0.5]))
+            masks.append(torch.cat([mask_of(x).flatten(), torch.rand(9, device=device) < 0.5]))
         assert torch.equal(*masks)
     torch.manual_seed(3)
     expected = torch.rand(9, device=device)
@@ -1801,16 +1803,17 @@ def test_an_adapter_of_float64_stays(device):
 
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("rank", [12, 64, 128])
-def test_thin_products_have_the_error_of_float32(device, rank):
+@pytest.mark.parametrize("factors", range(6))
+def test_thin_products_have_the_error_of_float32(device, factors, rank):
     torch.manual_seed(0)
     x, dy = (torch.randn(130, 180, device=device).to(LOW) for _ in range(2))
     t, u = torch.randn(180, rank, device=device), torch.randn(130, rank, device=device)
-    for a, b in ((x, t), (t.t(), x.t()), (dy.t(), u), (u.t(), dy), (x[:, 8:150], t[8:150]), (x[::3], t)):
-        own = low_rank.thin_product(a, b, 1.5)
-        exact = 1.5 * a.double() @ b.double()
-        bound = 1.5 * (a.double().abs() @ b.double().abs())
-        assert (own.dtype, own.is_contiguous()) == (torch.float32, True)
-        assert ((own - exact).abs() / bound).max() < 8 * torch.finfo(torch.float32).eps
+    a, b = ((x, t), (t.t(), x.t()), (dy.t(), u), (u.t(), dy), (x[:, 8:150], t[8:150]), (x[::3], t))[factors]
+    own = low_rank.thin_product(a, b, 1.5)
+    exact = 1.5 * a.double() @ b.double()
+    bound = 1.5 * (a.double().abs() @ b.double().abs())
+    assert (own.dtype, own.is_contiguous()) == (torch.float32, True)
+    assert ((own - exact).abs() / bound).max() < 8 * torch.finfo(torch.float32).eps
 
 
 MULTIPLES = {

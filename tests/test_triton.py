@@ -27,16 +27,12 @@ SETS = {
 }
 
 
-#: A draw takes the values of a parameter that has so few; each case costs half a second.
-FEW = 3
-
-
 # Not marked slow, of which a draw takes one case: each of its processes draws from its own tests.
 @pytest.mark.parametrize("name", SETS)
 def test_triton_kernels(name: str, inner_run: list[str], pytestconfig: pytest.Config) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0" if name == "compiled" else "1"}
     # Every specialisation for sm_90 takes four minutes: make test-gpu compiles them.
-    options = [*inner_run, *draw.options(pytestconfig, FEW), "-k", "not sm_90"]
+    options = [*inner_run, *draw.options(pytestconfig, draw.FEW), "-k", "not sm_90"]
     command = [sys.executable, "-m", "pytest", *options, *map(str, SETS[name])]
     run = subprocess.run(command, env=environment, cwd=FOLDER.parents[1], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

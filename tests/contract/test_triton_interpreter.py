@@ -20,17 +20,18 @@ TESTS = Path(__file__).parents[1]
 #: What runs in one process each, and what is chosen of it. Compilers and CUDA graphs are left out: they take kernels
 #: for what they are, not for what the interpreter makes of them.
 CHOSEN = {
-    # In every layout that an incoming gradient may have, they run on a GPU.
-    ("contract/test_1_answer.py",): "cpu-triton-float32 and not incoming",
-    # The interpreter runs programs one after another: whether several of them race, only a GPU can say.
-    ("contract/test_3_side_effects.py",): "cpu-triton-float32 and not long and not (run_to_run and (blocks or many))",
+    # In every layout that an incoming gradient may have, they run on a GPU. There, too, equal bits are looked for: the
+    # interpreter runs programs one after another, so that none race.
+    ("contract/test_1_answer.py", "contract/test_3_side_effects.py"): (
+        "cpu-triton-float32 and not incoming and not run_to_run and not (long and side_effects)"
+    ),
     # Point 1 compares every gradient with torch's and has those of every layout, and a second derivative is plain
     # PyTorch on every backend.
-    ("contract/test_4_derivatives.py",): "cpu-triton and not laid_out and not gradcheck and not gradgradcheck",
-    ("test_cross_entropy.py", "test_norms.py", "test_residual.py", "test_glu.py", "test_linear.py"): (
-        "cpu-triton and not incoming"
-    ),
-}
+    (
+        "contract/test_4_derivatives.py", "test_cross_entropy.py", "test_norms.py", "test_residual.py", "test_glu.py",
+        "test_linear.py",
+    ): "cpu-triton and not laid_out and not gradcheck and not gradgradcheck and not incoming",
+}  # fmt: skip
 
 
 # Not marked slow, of which a draw takes one case: each of its processes draws from its own tests.
