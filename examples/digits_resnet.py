@@ -91,7 +91,7 @@ def compare_speed(stock: nn.Module, patched: nn.Module, digits: Digits) -> Table
     def infer(model: nn.Module) -> None:
         model(images)
 
-    header = ("ms, fastest of 20", "stock", "patched", "speed-up")
+    header = ("ms, median of 20", "stock", "patched", "speed-up")
     stock.train(), patched.train()
     times = {"training step": in_turns(step(stock), step(patched), device)}
     stock.eval(), patched.eval()

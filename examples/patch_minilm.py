@@ -144,7 +144,7 @@ def compare_speed(stock: nn.Module, patched: nn.Module, tokens: Tokens, texts: l
 
     turns, warm_up = (20, 5) if on_gpu else (3, 0)
     before, after = in_turns(encoding(stock), encoding(patched), device, turns, warm_up)
-    header = (f"ms, fastest of {turns}", "stock", "patched", "speed-up")
+    header = (f"ms, median of {turns}", "stock", "patched", "speed-up")
     row = (f"embedding {len(texts)} texts", f"{before:.1f}", f"{after:.1f}", f"{before / after:.2f}x")
     return Table(header, [row], right=header[1:])
 

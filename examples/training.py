@@ -11,6 +11,7 @@ import math
 import os
 import random
 import shutil
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -249,7 +250,7 @@ def latest(history: History) -> dict[str, float]:
 def in_turns(
     first: Callable[[], object], second: Callable[[], object], device: torch.device, turns: int = 20, warm_up: int = 5
 ) -> tuple[float, float]:
-    """Milliseconds of both functions: the fastest of ``turns`` calls, called in turns."""
+    """Milliseconds of both functions: the median of ``turns`` calls, called in turns."""
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(warm_up + turns):
         for function, its in zip((first, second), times, strict=True):
@@ -259,7 +260,7 @@ def in_turns(
             synchronize(device)
             if turn >= warm_up:
                 its.append((time.perf_counter() - start) * 1e3)
-    return min(times[0]), min(times[1])
+    return statistics.median(times[0]), statistics.median(times[1])
 
 
 def synchronize(device: torch.device) -> None:

@@ -12,34 +12,37 @@ import subprocess
 import sys
 from pathlib import Path
 
+import draw
 import pytest
 
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).parents[1]
-#: What runs in one process each, and what is chosen of it. Compilers and CUDA graphs are left out: they take kernels
-#: for what they are, not for what the interpreter makes of them.
+FAMILIES = ("test_cross_entropy.py", "test_norms.py", "test_residual.py", "test_glu.py", "test_linear.py")
+#: What runs in one process each: files, what is chosen of them, and how many values of a parameter a draw takes. Left
+#: out are compilers and CUDA graphs, which take kernels for what they are, not for what the interpreter makes of them;
+#: layouts of incoming gradients and long rows, which run on a GPU; equal bits from run to run, since the interpreter
+#: runs programs one after another; and derivatives that point 1 compares, or that are plain PyTorch on every backend.
 CHOSEN = {
-    # In every layout that an incoming gradient may have, they run on a GPU. There, too, equal bits are looked for: the
-    # interpreter runs programs one after another, so that none race.
-    ("contract/test_1_answer.py", "contract/test_3_side_effects.py"): (
-        "cpu-triton-float32 and not incoming and not run_to_run and not (long and side_effects)"
+    "every op": (("contract/test_1_answer.py",), "test_answer and cpu-triton-float32", draw.MANY),
+    "every test": (
+        ("contract/test_1_answer.py", "contract/test_3_side_effects.py", "contract/test_4_derivatives.py", *FAMILIES),
+        "cpu-triton and not test_answer and not incoming and not run_to_run and not (long and side_effects)"
+        " and not laid_out and not gradcheck and not gradgradcheck"
+        " and not (float64 and (side_effects or autocast or no_gradient))",
+        draw.FEW,
     ),
-    # Point 1 compares every gradient with torch's and has those of every layout, and a second derivative is plain
-    # PyTorch on every backend.
-    (
-        "contract/test_4_derivatives.py", "test_cross_entropy.py", "test_norms.py", "test_residual.py", "test_glu.py",
-        "test_linear.py",
-    ): "cpu-triton and not laid_out and not gradcheck and not gradgradcheck and not incoming",
-}  # fmt: skip
+}
 
 
 # Not marked slow, of which a draw takes one case: each of its processes draws from its own tests.
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets here already")
-@pytest.mark.parametrize("names", CHOSEN, ids=lambda names: names[0])
-def test_in_the_interpreter(names, inner_run):
+@pytest.mark.parametrize("name", CHOSEN)
+def test_in_the_interpreter(name, inner_run, pytestconfig):
+    files, chosen, many = CHOSEN[name]
+    options = [*inner_run, *draw.options(pytestconfig, many), "-k", chosen]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *inner_run, "-k", CHOSEN[names], *(str(TESTS / name) for name in names)],
+        [sys.executable, "-m", "pytest", *options, *(str(TESTS / file) for file in files)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=TESTS.parent,
         capture_output=True,
