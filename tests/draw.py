@@ -2,8 +2,8 @@
 
 Every test function runs. Of its cases the draw takes a random set that covers its parameters: each value of each
 parameter occurs, such as every op, dtype, backend and layout, but not every combination of them. A parameter with many
-values, such as the samples of all ops, lends some to each run. A test that is marked ``slow`` runs one case. Each case
-has a chance in every draw, so over the runs every value occurs.
+values, such as the samples of all ops, lends some to each run. Of a function's cases that are marked ``slow`` one runs.
+Each case has a chance in every draw, so over the runs every value occurs.
 
 The seed is that of pytest-randomly, which also orders the tests: ``--randomly-seed=N`` repeats both.
 """
@@ -58,15 +58,15 @@ def function_of(item: pytest.Item) -> str:
 
 def drawn(items: list[pytest.Item], seed: int, many: int = MANY) -> list[pytest.Item]:
     """A share of the cases of each function, in the order that they have. Equal seeds draw equal shares."""
-    functions: dict[str, list[pytest.Item]] = defaultdict(list)
+    groups: dict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        functions[function_of(item)].append(item)
+        groups[function_of(item), item.get_closest_marker("slow") is not None].append(item)
     kept: set[pytest.Item] = set()
-    for name, cases in functions.items():
+    for (name, slow), cases in groups.items():
         # Sorted first: the order of a collection is random, and not the same in all processes.
         order = sorted(cases, key=lambda item: item.nodeid)
         random.Random(f"{seed} {name}").shuffle(order)
-        kept.update(_cover(order, 1 if order[0].get_closest_marker("slow") else many))
+        kept.update(order[:1] if slow else _cover(order, many))
     return [item for item in items if item in kept]
 
 

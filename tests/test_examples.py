@@ -42,33 +42,32 @@ class Runner:
             env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         )
 
-    def _run(self, argv: list[str]) -> int:
+    def _run(self, argv: list[str], processes: int = 1) -> int:
         for path in (self.stdout, self.stderr):
             path.unlink(missing_ok=True)
         assert self.server.stdin is not None
         assert self.server.stdout is not None
-        asked = {"argv": argv, "stdout": str(self.stdout), "stderr": str(self.stderr)}
+        asked = {"argv": argv, "processes": processes, "stdout": str(self.stdout), "stderr": str(self.stderr)}
         self.server.stdin.write(json.dumps(asked) + "\n")
         self.server.stdin.flush()
         return int(self.server.stdout.readline())
 
     def __call__(self, name: str, out: Path, *arguments: str, processes: int = 1) -> str:
         """What the example prints; fails with it where the example does."""
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command = [str(ROOT / "examples" / name), "--device", "cpu", "--out", str(out), *arguments]
-        return self.python(*(command if processes == 1 else launcher + command))
+        return self.python(*command, processes=processes)
 
-    def python(self, *argv: str) -> str:
-        """What ``python *argv`` prints; fails with it where that fails."""
-        status = self._run(list(argv))
+    def python(self, *argv: str, processes: int = 1) -> str:
+        """What ``python *argv`` prints, or torchrun with so many processes; fails with it where that fails."""
+        status = self._run(list(argv), processes)
         assert status == 0, self.stdout.read_text() + self.stderr.read_text()
         return self.stdout.read_text()
 
-    def source(self, text: str, folder: Path, *launcher: str) -> str:
+    def source(self, text: str, folder: Path, processes: int = 1) -> str:
         """What a program of this text prints."""
         script = folder / "program.py"
         script.write_text(text)
-        return self.python(*launcher, str(script))
+        return self.python(str(script), processes=processes)
 
     def refused(self, name: str, *arguments: str) -> str:
         """What it says to wrong options."""
@@ -235,8 +234,7 @@ for options, expected in (
 def test_tensor_parallelism_communicates_as_parallel_memory_counts(example, tmp_path):
     """A step of L layers: 8 L + 4 all-gathers and reduce-scatters of the whole sequence."""
     needs("einops")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    example.source(COLLECTIVES, tmp_path, *launcher)
+    example.source(COLLECTIVES, tmp_path, processes=2)
 
 
 COLLECTIVES = f"""

@@ -29,7 +29,11 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("name", QUICK)
+#: Those that take seconds.
+SLOW = ("transformers:swin", "transformers:t5/eager", "transformers:mt5")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in QUICK])
 def test_a_model(name):
     pytest.importorskip(name.partition(":")[0])
     entry = check(name, build(name))

@@ -779,6 +779,7 @@ def check_model(model, kwargs, counts, seed=0, modes=(True, False)):
         torch.testing.assert_close(list(model.buffers()), list(twin.buffers()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TRANSFORMERS)
 def test_transformers(family):
     transformers = pytest.importorskip("transformers")

@@ -88,6 +88,7 @@ def assert_masks(model, twin, masked, **inputs):
     assert set(found) == {masked}, inputs.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MODELS)
 def test_models_compiled(family):
     model = base_model(family)
@@ -101,6 +102,7 @@ def test_models_compiled(family):
         assert_masks(model.train(), twin, False, use_cache=False, inputs_embeds=torch.randn(2, LENGTH, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "GPT2"])
 def test_what_needs_a_mask_has_it(family):
     model = base_model(family, use_cache=False)
