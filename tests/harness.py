@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from ops import OPS, Call, Input, Op, Sample, contiguous
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
 
 from fastlayers import backends
 
@@ -282,6 +286,109 @@ def torch_errors(op: Op, call: Call, draw: int) -> list[float]:
 def greatest_error(stock: Tensor, exact: Tensor) -> float:
     finite = stock.isfinite() & exact.isfinite()
     return float((stock.double() - exact)[finite].abs().max()) if bool(finite.any()) else 0.0
+
+
+class Widened(TorchDispatchMode):
+    """Casts to float64 where a forward casts to a narrower dtype, and makes new tensors of the same values."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(isinstance(value, Tensor) for value in tree_leaves(args)):
+            return tree_map_only(
+                Tensor, lambda t: t.double() if t.is_floating_point() else t, function(*args, **kwargs)
+            )
+        dtype = kwargs.get("dtype")
+        return function(*args, **({**kwargs, "dtype": torch.float64} if dtype and dtype.is_floating_point else kwargs))
+
+
+def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Nested values with copies of modules and tensors; the function is applied to floating point numbers."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            module = copy.deepcopy(value)
+            for t in (*module.parameters(), *module.buffers()):
+                if t.is_floating_point():
+                    t.data = function(t.data)
+            return module
+        if not isinstance(value, Tensor):
+            return value
+        copied = function(value.detach()) if value.is_floating_point() else value
+        return copied.clone().requires_grad_(value.requires_grad)
+
+    return tree_map(copied, value)
+
+
+def in_float64(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function of modules and tensors returns for copies of them in float64."""
+    args = mapped(Tensor.double, args)
+    with Widened():
+        return function(*args)
+
+
+def assert_no_worse(ours: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Checks that ``ours`` errs at most 1.5 times as much as torch's answer ``function(*args)``, which is returned.
+
+    Float64 measures both: the function also runs on copies of its modules and tensors. An error counts as a share of
+    the largest element of its tensor, and every tensor may have torch's greatest share. One unit in the last place is
+    allowed besides, as in ``excess``. How the roundings of one draw cancel is chance, so where that is not enough torch
+    draws again, from values that are a few units off. Results in float64 are compared with torch's.
+    """
+    given = mapped(Tensor.clone, args)
+    exact = in_float64(function, *args)
+    answer = function(*args)
+    mine, stock, true = tensors_of(ours), tensors_of(answer), tensors_of(exact)
+    assert mine.keys() == stock.keys() == true.keys()
+    for name, tensor in stock.items():
+        is_judged = tensor.is_floating_point() and tensor.dtype is not torch.float64
+        assert_like(mine[name], tensor, name, true[name] if is_judged else None)
+        if not is_judged:
+            torch.testing.assert_close(mine[name], tensor, equal_nan=True, msg=lambda text, at=name: f"{at}: {text}")
+            del mine[name], true[name]
+    sizes = sizes_of(stock, true)
+    share, draw = greatest_share(stock, true, sizes), 1
+    while (problem := more_than(share, mine, true, sizes)) and draw < DRAWS:
+        near = mapped(partial(nudged, torch.Generator().manual_seed(draw)), given)
+        exact = in_float64(function, *near)
+        share = max(share, greatest_share(tensors_of(function(*near)), tensors_of(exact), sizes))
+        draw += 1
+    assert problem is None, problem
+    return answer
+
+
+def nudged(generator: torch.Generator, t: Tensor) -> Tensor:
+    return t * (1 + 4 * unit_of(t) * torch.rand(t.shape, generator=generator)).to(t.device, t.dtype)
+
+
+def tensors_of(value: Any) -> dict[str, Tensor]:
+    """The tensors of nested values by their places."""
+    return {keystr(path): t.detach() for path, t in tree_flatten_with_path(value)[0] if isinstance(t, Tensor)}
+
+
+def sizes_of(stock: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """The largest element of each tensor. One of which torch has less than half the digits is what is left of others
+    that cancel: its size is that of the largest tensor."""
+    sizes = {name: greatest_error(torch.zeros_like(true), true) for name, true in exact.items()}
+    cancel = [
+        name for name in sizes if greatest_error(stock[name], exact[name]) > unit_of(stock[name]) ** 0.5 * sizes[name]
+    ]
+    return sizes | dict.fromkeys(cancel, max(sizes.values(), default=0.0))
+
+
+def greatest_share(stock: dict[str, Tensor], exact: dict[str, Tensor], sizes: dict[str, float]) -> float:
+    return max((greatest_error(stock[name], exact[name]) / size for name, size in sizes.items() if size), default=0.0)
+
+
+def more_than(share: float, ours: dict[str, Tensor], exact: dict[str, Tensor], sizes: dict[str, float]) -> str | None:
+    for name, size in sizes.items():
+        error, allowed = greatest_error(ours[name], exact[name]), (1.5 * share + unit_of(ours[name])) * size
+        if error > allowed:
+            return f"{name}: errs by {error:.3g}, and torch's errors allow {allowed:.3g}"
+    return None
+
+
+def unit_of(t: Tensor) -> float:
+    return torch.finfo(t.dtype).eps
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
