@@ -334,11 +334,13 @@ def assert_no_worse(ours: Any, function: Callable[..., Any], *args: Any) -> Any:
     allowed besides, as in ``excess``. How the roundings of one draw cancel is chance, so where that is not enough torch
     draws again, from values that are a few units off. Results in float64 are compared with torch's.
     """
-    given = mapped(Tensor.clone, args)
-    exact = in_float64(function, *args)
+    given = mapped(lambda t: t, args)
     answer = function(*args)
-    mine, stock, true = tensors_of(ours), tensors_of(answer), tensors_of(exact)
-    assert mine.keys() == stock.keys() == true.keys()
+    mine, stock = tensors_of(ours), tensors_of(answer)
+    assert mine.keys() == stock.keys()
+    if all(same_bits(mine[name], stock[name]) for name in mine):
+        return answer
+    true = tensors_of(in_float64(function, *given))
     for name, tensor in stock.items():
         is_judged = tensor.is_floating_point() and tensor.dtype is not torch.float64
         assert_like(mine[name], tensor, name, true[name] if is_judged else None)
@@ -349,8 +351,8 @@ def assert_no_worse(ours: Any, function: Callable[..., Any], *args: Any) -> Any:
     share, draw = greatest_share(stock, true, sizes), 1
     while (problem := more_than(share, mine, true, sizes)) and draw < DRAWS:
         near = mapped(partial(nudged, torch.Generator().manual_seed(draw)), given)
-        exact = in_float64(function, *near)
-        share = max(share, greatest_share(tensors_of(function(*near)), tensors_of(exact), sizes))
+        exact = tensors_of(in_float64(function, *near))
+        share = max(share, greatest_share(tensors_of(function(*near)), exact, sizes))
         draw += 1
     assert problem is None, problem
     return answer
