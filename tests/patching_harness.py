@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from harness import judge, mapped
 
 from fastlayers.patching import patch_model, plan_patch
 
@@ -80,7 +81,7 @@ def outcome_of(module, given):
     torch.manual_seed(1)
     try:
         grads = (
-            torch.autograd.grad(floats, leaves, [torch.randn_like(o) for o in floats], allow_unused=True)
+            torch.autograd.grad(floats, leaves, [torch.randn(o.shape).to(o) for o in floats], allow_unused=True)
             if floats
             else []
         )
@@ -90,28 +91,26 @@ def outcome_of(module, given):
     return [*outs, *(v.detach().clone() for v in written)], grads
 
 
-def same(module, *inputs, **tolerance):
+def same(module, *inputs):
     """The patched module does what the unpatched one does, also to its inputs and buffers; in both modes."""
     patched = copy.deepcopy(module)
     with pytest.warns() if not plan_patch(module).patched else nullcontext():
         patch_model(patched)
+
+    def run(module, inputs, grad):
+        torch.manual_seed(2)
+        return outcome(module, inputs, grad)
+
     # Twice: the first call of a region records, the second one runs what was recorded.
     for mode, grad, _ in itertools.product((True, False), (True, False), range(2)):
-        module.train(mode), patched.train(mode)
-        torch.manual_seed(2)
-        expected = outcome(module, inputs, grad)
-        torch.manual_seed(2)
-        actual = outcome(patched, inputs, grad)
+        given = mapped(torch.clone, (module.train(mode), inputs, grad))
+        expected, actual = run(module, inputs, grad), run(patched.train(mode), inputs, grad)
         if isinstance(expected, type):
             assert actual is expected
-            continue
-        assert not isinstance(actual, type), actual
-        for a, b in zip(
-            [*expected[0], *(expected[1] or ())], [*actual[0], *(actual[1] or ())], strict=expected[1] is not None
-        ):
-            assert (a is None) == (b is None)
-            if a is not None:
-                torch.testing.assert_close(b, a, equal_nan=True, **tolerance)
+        elif expected[1] is None:
+            judge(actual[0], expected[0], lambda *given: run(*given)[0], given)
+        else:
+            judge(actual, expected, run, given)
 
 
 class nullcontext:  # noqa: N801

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import assert_no_worse
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -54,17 +55,9 @@ def run(function, inputs, seed=0):
 def fused(function, *inputs, fullgraph=True, **options):
     """What was fused; the compiled function gave what the function gives."""
     plain = copy.deepcopy(function) if isinstance(function, nn.Module) else function
-    expected = run(plain, inputs)
     torch._dynamo.reset()
     compiled = torch.compile(function, backend=dynamo_backend, fullgraph=fullgraph, **options)
-    results = run(compiled, inputs)
-    assert len(results) == len(expected)
-    for result, wanted in zip(results, expected, strict=True):
-        assert (result is None) == (wanted is None)
-        if wanted is not None:
-            assert (result.dtype, result.shape) == (wanted.dtype, wanted.shape)
-            tolerances = {"rtol": 0.02, "atol": 0.02} if wanted.dtype is torch.bfloat16 else {}
-            torch.testing.assert_close(result, wanted, **tolerances)
+    assert_no_worse(run(compiled, inputs), run, plain, inputs)
     return compile_report().counts()
 
 
@@ -763,20 +756,20 @@ def check_model(model, kwargs, counts, seed=0, modes=(True, False)):
     """Outputs, gradients and buffers, in training with the same random numbers and in eval."""
     twin = copy.deepcopy(model)
     compiled = torch.compile(model, backend=dynamo_backend)
+
+    def answer(model, kwargs):
+        model.zero_grad()
+        torch.manual_seed(seed)
+        outputs = [y for y in tensors_of(model(**kwargs)) if y.is_floating_point()]
+        sum((y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum() for y in outputs).backward()
+        return outputs, [p.grad for p in model.parameters()], list(model.buffers())
+
     for training in modes:
-        for each in (model, twin):
-            each.train(training).zero_grad()
-            torch.manual_seed(seed)
-            outputs = [y for y in tensors_of((compiled if each is model else each)(**kwargs)) if y.is_floating_point()]
-            sum((y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum() for y in outputs).backward()
-            if each is model:
-                results = outputs
+        model.train(training), twin.train(training)
+        found = answer(compiled, kwargs)
         if training:
             assert compile_report().counts() == counts
-        torch.testing.assert_close(results, outputs)
-        for (name, mine), (_, theirs) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-        torch.testing.assert_close(list(model.buffers()), list(twin.buffers()))
+        assert_no_worse(found, answer, twin, kwargs)
 
 
 @pytest.mark.slow

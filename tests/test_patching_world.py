@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.nn.utils.prune
+from harness import assert_no_worse
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -1053,19 +1054,18 @@ def test_changes_of_adapters_are_honoured(what, monkeypatch):
         models.append(model.train())
     stock, model = models
     patch_model(model)
+
+    def gradients(model):
+        torch.manual_seed(7)
+        model.zero_grad()
+        model(tokens(), labels=tokens()).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
     for change in (lambda model: None, ADAPTER_CHANGES[what]):
         for either in models:
             change(either)
         for _ in range(4):
-            for either in models:
-                torch.manual_seed(7)
-                either.zero_grad()
-                either(tokens(), labels=tokens()).loss.backward()
-            for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
-                assert (p.grad is None) == (q.grad is None), name
-                if p.grad is not None:
-                    limit = 1e-3 * q.grad.abs().max().item()
-                    torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=limit, msg=name)
+            assert_no_worse(gradients(model), gradients, stock)
     assert ran
 
 
@@ -1096,5 +1096,5 @@ def test_folding_with_hooks_of_accelerate(hooks):
     model, stock = fold_batch_norm(cells()), cells()
     every(lambda module: hooks.add_hook_to_module(module, hooks.ModelHook()), model)
     with torch.no_grad():
-        torch.testing.assert_close(model(images()), stock(images()), rtol=1e-4, atol=1e-5)
+        assert_no_worse(model(images()), lambda stock: stock(images()), stock)
         assert torch.equal(unfold_batch_norm(model)(images()), stock(images()))
