@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICES, PLACES, Place, assert_close, needs_gpu, same_bits
+from harness import DEVICES, PLACES, Place, assert_close, assert_no_worse, needs_gpu, same_bits
 from torch import Tensor, nn
 
 import fastlayers
@@ -74,13 +74,9 @@ def test_running_statistics_of_bfloat16(dtype, place):
     stock, fused = nn.BatchNorm2d(8).to(place.device, dtype), fastlayers.FusedBatchNorm2d(8).to(place.device, dtype)
     for seed in range(3):
         x = images(place.device, 4, 8, 5, 5, seed=seed, dtype=torch.bfloat16)
-        expected = stock(x)
         with backends.backend(place.backend):
             ours = fused(x)
-        assert ours.dtype == expected.dtype
-        torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02)
-    for name, mine in fused.state_dict().items():
-        torch.testing.assert_close(mine, stock.state_dict()[name], rtol=0.01, atol=0.01)
+        assert_no_worse((ours, fused.state_dict()), lambda stock, x: (stock(x), stock.state_dict()), stock, x)
 
 
 @EVERYWHERE
@@ -295,10 +291,9 @@ def test_autocast_of_half_with_float32_parameters(name, device):
     x = images(device, 6, 32, dtype=torch.bfloat16)
     weight, bias = images(device, 32, seed=1), images(device, 32, seed=2)
     with torch.autocast(device, torch.bfloat16):
-        got, expected = ours(x, (32,), weight, bias), stock(x, (32,), weight, bias)
-    assert got.dtype == expected.dtype
-    assert (got.dtype == torch.float32) == (name in reference.FLOAT32_UNDER_AUTOCAST[device])
-    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+        got = ours(x, (32,), weight, bias)
+        assert (got.dtype == torch.float32) == (name in reference.FLOAT32_UNDER_AUTOCAST[device])
+        assert_no_worse(got, stock, x, (32,), weight, bias)
 
 
 @needs_gpu
