@@ -6,7 +6,7 @@
 #include "common/bits.h"
 #include "common/channels.h"
 
-namespace fastlayers {
+namespace fastlayers::batch_norm {
 namespace {
 
 template <typename T>
@@ -64,28 +64,40 @@ struct Columns {
 template <typename T>
 struct Forward : Norm<T> {
   using A = compute_t<T>;
+  using W = wide_t<A>;
   T* y;
   uint8_t* bits;  // may be null
   std::vector<A> mean, rstd;
+  bool training = false;  // what follows is for that
+  double eps = 0, momentum = 0;
+  std::vector<A> running_mean = {}, running_var = {};
+
+  A root(W var) const { return static_cast<A>(1 / std::sqrt(var + static_cast<W>(eps))); }
+  void finish(int64_t c, const Moments<A>& m) {
+    const auto step = [&](A& value, W to) { value = static_cast<A>((1 - momentum) * value + momentum * to); };
+    mean[c] = static_cast<A>(m.mean);
+    rstd[c] = root(m.m2 / m.count);
+    step(running_mean[c], m.mean);
+    step(running_var[c], m.m2 / (m.count - 1));
+  }
 
   void write(int64_t at, const Block& b, const Affine<A>& affine) const {
-    with_act<false>(this->act, [&](auto act) {
-      normalise<T, act.value>(y + at, this->x + at, this->residual == nullptr ? nullptr : this->residual + at, b, affine);
+    with_act<T, false>(this->act, [&](auto act) {
+      normalise<T>(act, y + at, this->x + at, this->residual == nullptr ? nullptr : this->residual + at, b, affine);
     });
     if (bits != nullptr && this->bytes_are_whole()) store_bits(bits + at / kMaskBits, y + at, b.rows * b.columns + b.rest);
   }
 };
 
-// Calls finish(channel, moments) for each channel, and then writes the result; without `training` there is nothing to finish.
-template <typename T, typename Finish>
-void forward_planes(const Forward<T>& a, bool training, Finish&& finish) {
+template <typename T>
+void forward_planes(Forward<T>& a) {
   using A = compute_t<T>;
   const Pieces p = Pieces::of_plane(a.pixels);
   const auto write = [&](int64_t image, int64_t c, int64_t k) {
     const Repeated<A> mean(a.mean[c]), scale(a.rstd[c] * a.weight[c]), bias(a.bias[c]);
     a.write((image * a.channels + c) * a.pixels + p.start(k), p.block(k), {mean, scale, bias, false});
   };
-  if (!training) {
+  if (!a.training) {
     for_units(
         a.images * a.channels, 0, p.count, a.pixels, [](int64_t, int64_t) {}, [](int64_t) {},
         [&](int64_t u, int64_t k) { write(u / a.channels, u % a.channels, k); });
@@ -103,31 +115,31 @@ void forward_planes(const Forward<T>& a, bool training, Finish&& finish) {
       [&](int64_t c) {
         Merged<A> all;
         for (int64_t part = 0; part < parts; ++part) all.add(moments[c * parts + part]);
-        finish(c, all.moments());
+        a.finish(c, all.moments());
       },
       [&](int64_t c, int64_t part) { write(part / p.count, c, part % p.count); });
 }
 
-template <typename T, typename Finish>
-void forward_pixels(const Forward<T>& a, bool training, Finish&& finish) {
+template <typename T>
+void forward_pixels(Forward<T>& a) {
   using A = compute_t<T>;
   const Columns<A> columns(a.count(), a.channels, 3);
   const Pieces& p = columns.pieces;
   const int64_t w = p.width;
-  const Memory<A> moments(training ? p.count * 3 * w : 0);
+  const Memory<A> moments(a.training ? p.count * 3 * w : 0);
   for_units(
-      1, training ? p.count : 0, p.count, a.size(),
+      1, a.training ? p.count : 0, p.count, a.size(),
       [&](int64_t, int64_t k) {
         A* m = moments + k * 3 * w;
         column_moments(a.x + p.start(k), p.block(k), m, m + w, m + 2 * w);
       },
       [&](int64_t) {
-        if (training) {
+        if (a.training) {
           merge_pieces(p, moments + 0, 3 * w);
           for (int64_t c = 0; c < a.channels; ++c) {
             Merged<A> all;
             add_channel(all, p, moments + 0, a.channels, c);
-            finish(c, all.moments());
+            a.finish(c, all.moments());
           }
         }
         columns.set(0, a.channels, [&](int64_t c) { return a.mean[c]; });
@@ -158,24 +170,17 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& x_in, c
   dispatch_floating(x.x.scalar_type(), op, [&](auto zero) {
     using T = decltype(zero);
     using A = compute_t<T>;
-    using W = wide_t<A>;
     Forward<T> a{norm_of<T>(x, residual, weight, bias, act, op), pointer<T>(y), has_bits ? pointer<uint8_t>(bits) : nullptr,
-                 x.values<T>(running.mean, 0, op, "running_mean"), x.values<T>(running.var, 1, op, "running_var")};
-    std::vector<A> running_mean = a.mean, running_var = a.rstd;
-    const auto root = [&](W var) { return static_cast<A>(1 / std::sqrt(var + static_cast<W>(eps))); };
-    const auto finish = [&](int64_t c, const Moments<A>& m) {
-      const auto step = [&](A& value, W to) { value = static_cast<A>((1 - running.momentum) * value + running.momentum * to); };
-      a.mean[c] = static_cast<A>(m.mean);
-      a.rstd[c] = root(m.m2 / m.count);
-      step(running_mean[c], m.mean);
-      step(running_var[c], m.m2 / (m.count - 1));
-    };
-    if (!training) std::transform(a.rstd.begin(), a.rstd.end(), a.rstd.begin(), root);
-    a.last ? forward_pixels(a, training, finish) : forward_planes(a, training, finish);
+                 x.values<T>(running.mean, 0, op, "running_mean"), x.values<T>(running.var, 1, op, "running_var"),
+                 training, eps, running.momentum};
+    a.running_mean = a.mean, a.running_var = a.rstd;
+    if (!training)
+      for (A& value : a.rstd) value = a.root(value);
+    a.last ? forward_pixels(a) : forward_planes(a);
     if (has_bits && !a.bytes_are_whole())
       for_bytes(n, [&](int64_t at, int64_t count) { store_bits(a.bits + at / kMaskBits, a.y + at, count); });
-    if (training && running.mean) x.write<T>(*running.mean, running_mean);
-    if (training && running.var) x.write<T>(*running.var, running_var);
+    if (training && running.mean) x.write<T>(*running.mean, a.running_mean);
+    if (training && running.var) x.write<T>(*running.var, a.running_var);
     if (!keep) return;
     std::copy(a.mean.begin(), a.mean.end(), pointer<A>(stats));
     std::copy(a.rstd.begin(), a.rstd.end(), pointer<A>(stats) + x.channels);
@@ -211,10 +216,9 @@ void channel_bias_act_(const Tensor& x_in, const Tensor& bias, const MaybeTensor
   dispatch_floating(x.x.scalar_type(), op, [&](auto zero) {
     using T = decltype(zero);
     using A = compute_t<T>;
-    const Forward<T> a{norm_of<T>(x, residual, std::nullopt, bias, act, op), pointer<T>(x.x), nullptr,
-                       std::vector<A>(x.channels, A(0)), std::vector<A>(x.channels, A(1))};
-    const auto nothing = [](int64_t, const Moments<A>&) {};
-    a.last ? forward_pixels(a, false, nothing) : forward_planes(a, false, nothing);
+    Forward<T> a{norm_of<T>(x, residual, std::nullopt, bias, act, op), pointer<T>(x.x), nullptr,
+                 std::vector<A>(x.channels, A(0)), std::vector<A>(x.channels, A(1))};
+    a.last ? forward_pixels(a) : forward_planes(a);
   });
 }
 
@@ -239,12 +243,12 @@ struct Backward : Norm<T> {
     if (bits != nullptr) {
       if (this->bytes_are_whole())
         gate(reinterpret_cast<Word*>(dz + at), reinterpret_cast<const Word*>(dy + at), bits + at / kMaskBits, b.rows * b.columns + b.rest);
-      add_gradients<T, Act::none>(dz + at, this->x + at, nullptr, nullptr, b, affine, sums_of_columns, products);
+      add_gradients<T>(kNoAct, dz + at, this->x + at, nullptr, nullptr, b, affine, sums_of_columns, products);
       return;
     }
     const T* more = this->residual == nullptr ? nullptr : this->residual + at;
-    with_act<false>(this->act, [&](auto act) {
-      add_gradients<T, act.value>(dy + at, this->x + at, more, dz == nullptr ? nullptr : dz + at, b, affine, sums_of_columns, products);
+    with_act<T, false>(this->act, [&](auto act) {
+      add_gradients<T>(act, dy + at, this->x + at, more, dz == nullptr ? nullptr : dz + at, b, affine, sums_of_columns, products);
     });
   }
   void finish(int64_t c) {
@@ -255,9 +259,9 @@ struct Backward : Norm<T> {
   }
   void write(int64_t at, const Block& b, const Affine<A>& affine, const A* levels, const A* slopes) const {
     if (!training) levels = slopes = nullptr;
-    if (dz != nullptr) return input_gradient<T, Act::none>(dx + at, dz + at, this->x + at, b, affine, levels, slopes);
-    with_act<false>(this->act, [&](auto act) {
-      input_gradient<T, act.value>(dx + at, dy + at, this->x + at, b, affine, levels, slopes);
+    if (dz != nullptr) return input_gradient<T>(kNoAct, dx + at, dz + at, this->x + at, b, affine, levels, slopes);
+    with_act<T, false>(this->act, [&](auto act) {
+      input_gradient<T>(act, dx + at, dy + at, this->x + at, b, affine, levels, slopes);
     });
   }
 };
@@ -377,11 +381,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& dy_
 }
 
 }  // namespace
-}  // namespace fastlayers
+}  // namespace fastlayers::batch_norm
 
 FASTLAYERS_CPU_KERNELS(batch_norm, m) {
-  m.impl("batch_norm_train", TORCH_BOX(&fastlayers::batch_norm_train));
-  m.impl("batch_norm_eval", TORCH_BOX(&fastlayers::batch_norm_eval));
-  m.impl("channel_bias_act_", TORCH_BOX(&fastlayers::channel_bias_act_));
-  m.impl("batch_norm_backward", TORCH_BOX(&fastlayers::batch_norm_backward));
+  m.impl("batch_norm_train", TORCH_BOX(&fastlayers::batch_norm::batch_norm_train));
+  m.impl("batch_norm_eval", TORCH_BOX(&fastlayers::batch_norm::batch_norm_eval));
+  m.impl("channel_bias_act_", TORCH_BOX(&fastlayers::batch_norm::channel_bias_act_));
+  m.impl("batch_norm_backward", TORCH_BOX(&fastlayers::batch_norm::batch_norm_backward));
 }

@@ -4,35 +4,35 @@
 
 #include "common/vector_activations.h"
 
-namespace fastlayers {
+namespace fastlayers::bias_act {
 namespace {
 
 // out = act(x)
-template <typename T, Act ACT>
-void act_flat(const T* x, T* out, int64_t n, const ActParameters<compute_t<T>>& p) {
-  map<T, 1, 1>(n, {x}, {out}, [&](int64_t, const auto& v, auto& result) FASTLAYERS_LANES {
-    result[0] = act_value<ACT, compute_t<T>, sizeof(T) == 2>(v[0], p);
+template <typename T, typename ACT>
+FASTLAYERS_CALLED void act_flat(ACT act, const T* x, T* out, int64_t n, const ActParameters<compute_t<T>>& p) {
+  map<T, 1, 1>(n, {x}, {out}, [=](int64_t, const auto& v, auto& result) FASTLAYERS_LANES {
+    result[0] = act_value<compute_t<T>, sizeof(T) == 2>(act, v[0], p);
   });
 }
 
 // out = act(x + bias), from the element `first` of rows of these columns to `last`.
-template <typename T, Act ACT>
-void bias_act_rows(const T* x, const T* bias, T* out, int64_t columns, int64_t first, int64_t last,
+template <typename T, typename ACT>
+FASTLAYERS_CALLED void bias_act_rows(ACT act, const T* x, const T* bias, T* out, int64_t columns, int64_t first, int64_t last,
                    const ActParameters<compute_t<T>>& p) {
   for (int64_t i = first; i < last;) {
     const int64_t column = i % columns, n = std::min(last - i, columns - column);
-    map<T, 2, 1>(n, {x + i, bias + column}, {out + i}, [&](int64_t, const auto& v, auto& result) FASTLAYERS_LANES {
-      result[0] = act_value<ACT, compute_t<T>, sizeof(T) == 2>(v[0] + v[1], p);
+    map<T, 2, 1>(n, {x + i, bias + column}, {out + i}, [=](int64_t, const auto& v, auto& result) FASTLAYERS_LANES {
+      result[0] = act_value<compute_t<T>, sizeof(T) == 2>(act, v[0] + v[1], p);
     });
     i += n;
   }
 }
 
 // dx = dy·act'(x)
-template <typename T, Act ACT>
-void gradient_flat(const T* dy, const T* x, T* dx, int64_t n, const ActParameters<compute_t<T>>& p) {
-  map<T, 2, 1>(n, {dy, x}, {dx}, [&](int64_t, const auto& v, auto& result) FASTLAYERS_LANES {
-    result[0] = act_gradient<ACT, compute_t<T>, sizeof(T) == 2>(v[0], v[1], p);
+template <typename T, typename ACT>
+FASTLAYERS_CALLED void gradient_flat(ACT act, const T* dy, const T* x, T* dx, int64_t n, const ActParameters<compute_t<T>>& p) {
+  map<T, 2, 1>(n, {dy, x}, {dx}, [=](int64_t, const auto& v, auto& result) FASTLAYERS_LANES {
+    result[0] = act_gradient<compute_t<T>, sizeof(T) == 2>(act, v[0], v[1], p);
   });
 }
 
@@ -46,8 +46,8 @@ struct Block {
 
 // dx = dy·act'(x + bias), and its sums over the rows, as map has their places. Those of kAtOnce rows are added up before they are added to
 // the others, which costs fewer digits.
-template <typename T, Act ACT>
-void gradient_rows(const Block<T>& b, compute_t<T>* sums, compute_t<T>* some, int64_t padded,
+template <typename T, typename ACT>
+FASTLAYERS_CALLED void gradient_rows(ACT act, const Block<T>& b, compute_t<T>* sums, compute_t<T>* some, int64_t padded,
                    const ActParameters<compute_t<T>>& p) {
   using A = compute_t<T>;
   constexpr int64_t kAtOnce = 64;
@@ -55,8 +55,8 @@ void gradient_rows(const Block<T>& b, compute_t<T>* sums, compute_t<T>* some, in
     const int64_t end = std::min(b.rows, start + kAtOnce);
     for (int64_t row = start; row < end; ++row) {
       const int64_t i = row * b.step;
-      map<T, 3, 1>(b.n, {b.dy + i, b.x + i, b.bias}, {b.dx + i}, [&](int64_t at, const auto& v, auto& result) FASTLAYERS_LANES {
-        result[0] = act_gradient<ACT, A, sizeof(T) == 2>(v[0], v[1] + v[2], p);
+      map<T, 3, 1>(b.n, {b.dy + i, b.x + i, b.bias}, {b.dx + i}, [=](int64_t at, const auto& v, auto& result) FASTLAYERS_LANES {
+        result[0] = act_gradient<A, sizeof(T) == 2>(act, v[0], v[1] + v[2], p);
         store<A>(some + at, load<A>(some + at) + result[0]);
       });
     }
@@ -83,11 +83,10 @@ Tensor bias_act_forward(const Tensor& x_in, const MaybeTensor& bias_in, int64_t 
     const T *x = pointer<const T>(operand.x), *b = pointer<const T>(bias);
     T* to = pointer<T>(out);
     const ActParameters<A> p{static_cast<A>(first_parameter), static_cast<A>(second_parameter)};
-    with_act<true>(act, [&](auto chosen) {
-      constexpr Act kAct = decltype(chosen)::value;
-      torch::stable::parallel_for(0, elements, kGrain, [&](int64_t first, int64_t last) {
-        if (b == nullptr) act_flat<T, kAct>(x + first, to + first, last - first, p);
-        else bias_act_rows<T, kAct>(x, b, to, operand.columns, first, last, p);
+    torch::stable::parallel_for(0, elements, kGrain, [&](int64_t first, int64_t last) {
+      with_act<T, true>(act, [&](auto chosen) {
+        if (b == nullptr) act_flat<T>(chosen, x + first, to + first, last - first, p);
+        else bias_act_rows<T>(chosen, x, b, to, operand.columns, first, last, p);
       });
     });
   });
@@ -113,24 +112,22 @@ void run_gradient_rows(const T* dy, const T* x, const T* bias, T* dx, T* db, int
     const int64_t first = by_rows ? 0 : std::min(columns, task * each * kBoth);
     return std::pair<int64_t, int64_t>(first, by_rows ? columns : std::min(columns - first, each * kBoth));
   };
-  with_act<true>(act, [&](auto chosen) {
-    torch::stable::parallel_for(0, tasks, 1, [&](int64_t first_task, int64_t last_task) {
-      for (int64_t task = first_task; task < last_task; ++task) {
-        const auto [column, n] = columns_of(task);
-        const int64_t row = by_rows ? std::min(rows, task * each) : 0, count = by_rows ? std::min(rows - row, each) : rows;
-        const int64_t i = row * columns + column;
-        const Block<T> block{dy + i, x + i, bias + column, dx + i, count, n, columns};
-        A* const own = sums.data() + (by_rows ? 2 * task * padded : column);
-        gradient_rows<T, decltype(chosen)::value>(block, own, own + padded, (n + kBoth - 1) / kBoth * kBoth, p);
-      }
-    });
+  torch::stable::parallel_for(0, tasks, 1, [&](int64_t first_task, int64_t last_task) {
+    for (int64_t task = first_task; task < last_task; ++task) {
+      const auto [column, n] = columns_of(task);
+      const int64_t row = by_rows ? std::min(rows, task * each) : 0, count = by_rows ? std::min(rows - row, each) : rows;
+      const int64_t i = row * columns + column, width = (n + kBoth - 1) / kBoth * kBoth;
+      const Block<T> block{dy + i, x + i, bias + column, dx + i, count, n, columns};
+      A* const own = sums.data() + (by_rows ? 2 * task * padded : column);
+      with_act<T, true>(act, [&](auto chosen) { gradient_rows<T>(chosen, block, own, own + padded, width, p); });
+    }
   });
   if (db == nullptr) return;
   for (int64_t task = 0; task < (by_rows ? 1 : tasks); ++task) {
     const auto [column, n] = columns_of(task);
     for (int64_t i = 0; i < n; ++i) {
       A sum = 0;
-      for (int64_t array = 0; array < arrays; ++array) sum += sums[2 * array * padded + column + map_place<T>(i, n)];
+      for (int64_t array = 0; array < arrays; ++array) sum += sums[2 * array * padded + column + map_place<T>(i)];
       db[column + i] = static_cast<T>(sum);
     }
   }
@@ -165,19 +162,17 @@ std::tuple<Tensor, Tensor> bias_act_backward(const Tensor& dy_in, const Tensor& 
       run_gradient_rows<T>(g, x, b, to, dbias ? pointer<T>(db) : nullptr, operand.rows, operand.columns, act, p);
       return;
     }
-    with_act<true>(act, [&](auto chosen) {
-      torch::stable::parallel_for(0, elements, kGrain, [&](int64_t first, int64_t last) {
-        gradient_flat<T, decltype(chosen)::value>(g + first, x + first, to + first, last - first, p);
-      });
+    torch::stable::parallel_for(0, elements, kGrain, [&](int64_t first, int64_t last) {
+      with_act<T, true>(act, [&](auto chosen) { gradient_flat<T>(chosen, g + first, x + first, to + first, last - first, p); });
     });
   });
   return {dx, db};
 }
 
 }  // namespace
-}  // namespace fastlayers
+}  // namespace fastlayers::bias_act
 
 FASTLAYERS_CPU_KERNELS(bias_act, m) {
-  m.impl("bias_act_forward", TORCH_BOX(&fastlayers::bias_act_forward));
-  m.impl("bias_act_backward", TORCH_BOX(&fastlayers::bias_act_backward));
+  m.impl("bias_act_forward", TORCH_BOX(&fastlayers::bias_act::bias_act_forward));
+  m.impl("bias_act_backward", TORCH_BOX(&fastlayers::bias_act::bias_act_backward));
 }

@@ -8,7 +8,7 @@
 //            empty along a row, so that a tile of rows is transposed first.
 #include "vector_softmax.h"
 
-namespace fastlayers {
+namespace fastlayers::cross_entropy {
 namespace {
 
 constexpr int64_t kTile = 512;  // rows at a time where classes are strided: their sums stay in the first-level cache
@@ -61,11 +61,14 @@ struct Terms {
   A uniform() const { return smoothing / static_cast<A>(classes); }
 };
 
+template <typename A>
+FASTLAYERS_CALLED Vector<A> capped(const Vector<A>& v, A softcap) { return tanh<A>(v / softcap) * softcap; }
+
 // PLAIN: there is neither softcap nor label smoothing.
 template <bool PLAIN, typename A>
 FASTLAYERS_INLINE Vector<A> score_of(const Vector<A>& v, const Terms<A>& terms) {
   if constexpr (PLAIN) return v;
-  else return terms.softcap == A(0) ? v : tanh<A>(v / terms.softcap) * terms.softcap;
+  else return terms.softcap == A(0) ? v : capped<A>(v, terms.softcap);
 }
 
 // lse of a row: base + rest.
@@ -124,7 +127,7 @@ struct Sums {
 };
 
 template <bool PLAIN, typename T, typename A = compute_t<T>>
-FASTLAYERS_INLINE Sums<A> sums_of(const T* x, const Terms<A>& terms) {
+FASTLAYERS_CALLED Sums<A> sums_of(const T* x, const Terms<A>& terms) {
   LanesOfExponentials<A> sums;
   Vector<A> linear{};
   for_scores<A>(
@@ -142,7 +145,7 @@ FASTLAYERS_INLINE Sums<A> sums_of(const T* x, const Terms<A>& terms) {
 
 // dx may be x.
 template <bool PLAIN, typename T, typename A = compute_t<T>>
-FASTLAYERS_INLINE void backward_row(T* dx, const T* x, int64_t t, const Slope<A>& s, const Terms<A>& terms) {
+FASTLAYERS_CALLED void backward_row(T* dx, const T* x, int64_t t, const Slope<A>& s, const Terms<A>& terms) {
   const A base = s.level.base, rest = s.level.rest, factor = s.factor;
   const Vector<A> own = broadcast<A>(static_cast<A>(x[t])), own_uniform = broadcast<A>(s.uniform * terms.weight_of(t));
   const A at_target = gradient_of<PLAIN, A>(own, base, rest, factor, s.hit, own_uniform, terms)[0];
@@ -187,12 +190,12 @@ struct Tile {
 };
 
 template <bool PLAIN, typename A>
-FASTLAYERS_INLINE void finish(Tile<A>& tile, int64_t row, int64_t width, const Losses<A>& losses, const Terms<A>& terms) {
-  for_vectors<A>(width, [&](int64_t j, auto) FASTLAYERS_LANES {
+FASTLAYERS_CALLED void finish(Tile<A>& tile, int64_t row, int64_t width, const Losses<A>& losses, const Terms<A>& terms) {
+  for (int64_t j = 0; j < width; j += kLanes<A>) {
     const Vector<A> sum = load<A>(tile.s + j);
     store<A>(tile.s + j, sum == A(0) ? broadcast<A>(-std::numeric_limits<A>::infinity()) : log<A>(sum));
     store<A>(tile.own + j, score_of<PLAIN, A>(load<A>(tile.own + j), terms));
-  });
+  }
   for (int64_t j = 0; j < width; ++j) {
     const int64_t t = terms.target_of(row + j);
     const Level<A> level{tile.m[j], tile.s[j]};
@@ -262,7 +265,7 @@ void forward_columns(const T* x, int64_t inner, int64_t row, int64_t width, cons
   Tile<A> tile;
   const auto add = [&](int64_t c, auto count) FASTLAYERS_LANES {
     constexpr int K = decltype(count)::value;
-    for_vectors<A>(width, [&](int64_t j, auto lanes) FASTLAYERS_LANES {
+    for_parts<A>(width, [&](int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
       Vector<A> v[K], weighted = c == 0 ? Vector<A>{} : load<A>(tile.linear + j);
       for (int k = 0; k < K; ++k) {
         v[k] = score_of<PLAIN, A>(lanes.load(x + (c + k) * inner + j), terms);
@@ -305,7 +308,7 @@ void backward_columns(T* dx, const T* x, int64_t inner, int64_t row, int64_t wid
   for (int64_t c = 0; c < terms.classes; ++c) {
     const whole_t<A> own = static_cast<whole_t<A>>(c);
     const A weight = terms.weight_of(c);
-    for_vectors<A>(width, [&](int64_t j, auto lanes) FASTLAYERS_LANES {
+    for_parts<A>(width, [&](int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
       WholeVector<A> of_rows;
       std::memcpy(&of_rows, classes + j, sizeof(of_rows));
       const Vector<A> zero{}, at_target = of_rows == own ? load<A>(hit + j) : zero;
@@ -475,11 +478,12 @@ struct Context {
     }));
   }
 
-  // f(std::true_type) where there is neither softcap nor label smoothing.
+  // f(std::true_type) where there is neither softcap nor label smoothing, unless kernels of A are compact.
   template <typename F>
   void with_plain(F&& f) const {
-    if (terms.softcap == A(0) && terms.smoothing == A(0)) f(std::true_type{});
-    else f(std::false_type{});
+    if constexpr (!kCompact<A>)
+      if (terms.softcap == A(0) && terms.smoothing == A(0)) return f(std::true_type{});
+    f(std::false_type{});
   }
 };
 
@@ -624,11 +628,11 @@ Tensor cross_entropy_chunk_(Tensor logits, const Tensor& target, const MaybeTens
 }
 
 }  // namespace
-}  // namespace fastlayers
+}  // namespace fastlayers::cross_entropy
 
 FASTLAYERS_CPU_KERNELS(cross_entropy, m) {
-  m.impl("cross_entropy_forward", TORCH_BOX(&fastlayers::cross_entropy_forward));
-  m.impl("cross_entropy_backward", TORCH_BOX(&fastlayers::cross_entropy_backward));
-  m.impl("cross_entropy_backward_", TORCH_BOX(&fastlayers::cross_entropy_backward_));
-  m.impl("cross_entropy_chunk_", TORCH_BOX(&fastlayers::cross_entropy_chunk_));
+  m.impl("cross_entropy_forward", TORCH_BOX(&fastlayers::cross_entropy::cross_entropy_forward));
+  m.impl("cross_entropy_backward", TORCH_BOX(&fastlayers::cross_entropy::cross_entropy_backward));
+  m.impl("cross_entropy_backward_", TORCH_BOX(&fastlayers::cross_entropy::cross_entropy_backward_));
+  m.impl("cross_entropy_chunk_", TORCH_BOX(&fastlayers::cross_entropy::cross_entropy_chunk_));
 }

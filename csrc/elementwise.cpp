@@ -4,7 +4,7 @@
 
 #include "common/bits.h"
 
-namespace fastlayers {
+namespace fastlayers::elementwise {
 namespace {
 
 constexpr int64_t kStretch = 512;    // elements at a time where a loop has two parts
@@ -20,7 +20,7 @@ void for_bytes(int64_t n, F&& f) {
 template <bool SUM_FIRST, typename T>
 void add_rectified(T* out, const T* x, const T* y, compute_t<T> alpha, int64_t n) {
   using A = compute_t<T>;
-  map<T, 2, 1>(n, {x, y}, {out}, [&](int64_t, const auto& v, auto& result) FASTLAYERS_LANES {
+  map<T, 2, 1>(n, {x, y}, {out}, [=](int64_t, const auto& v, auto& result) FASTLAYERS_LANES {
     const Vector<A> z = SUM_FIRST ? v[0] + v[1] : v[0], r = z <= A(0) ? Vector<A>{} : z;  // keeps NaN, as torch does
     result[0] = SUM_FIRST ? r : r + (v[1] + alpha);
   });
@@ -29,13 +29,13 @@ void add_rectified(T* out, const T* x, const T* y, compute_t<T> alpha, int64_t n
 // out = x·y
 template <typename T>
 void multiply(T* out, const T* x, const T* y, int64_t n) {
-  map<T, 2, 1>(n, {x, y}, {out}, [&](int64_t, const auto& v, auto& result) FASTLAYERS_LANES { result[0] = v[0] * v[1]; });
+  map<T, 2, 1>(n, {x, y}, {out}, [=](int64_t, const auto& v, auto& result) FASTLAYERS_LANES { result[0] = v[0] * v[1]; });
 }
 
 // The gradients of x and y: dy·y and dy·x
 template <typename T>
 void multiply_both(T* to_x, T* to_y, const T* dy, const T* x, const T* y, int64_t n) {
-  map<T, 3, 2>(n, {dy, x, y}, {to_x, to_y}, [&](int64_t, const auto& v, auto& results) FASTLAYERS_LANES {
+  map<T, 3, 2>(n, {dy, x, y}, {to_x, to_y}, [=](int64_t, const auto& v, auto& results) FASTLAYERS_LANES {
     results[0] = v[0] * v[2];
     results[1] = v[0] * v[1];
   });
@@ -135,14 +135,14 @@ Tensor mul(const Tensor& x_in, const Tensor& y_in) {
 }
 
 }  // namespace
-}  // namespace fastlayers
+}  // namespace fastlayers::elementwise
 
 FASTLAYERS_CPU_KERNELS(elementwise, m) {
-  m.impl("relu_add", TORCH_BOX(&fastlayers::relu_add));
-  m.impl("relu_add_train", TORCH_BOX(&fastlayers::relu_add_train));
-  m.impl("add_relu", TORCH_BOX(&fastlayers::add_relu));
-  m.impl("add_relu_train", TORCH_BOX(&fastlayers::add_relu_train));
-  m.impl("relu_backward", TORCH_BOX(&fastlayers::relu_backward));
-  m.impl("mul", TORCH_BOX(&fastlayers::mul));
-  m.impl("mul_backward", TORCH_BOX(&fastlayers::mul_backward));
+  m.impl("relu_add", TORCH_BOX(&fastlayers::elementwise::relu_add));
+  m.impl("relu_add_train", TORCH_BOX(&fastlayers::elementwise::relu_add_train));
+  m.impl("add_relu", TORCH_BOX(&fastlayers::elementwise::add_relu));
+  m.impl("add_relu_train", TORCH_BOX(&fastlayers::elementwise::add_relu_train));
+  m.impl("relu_backward", TORCH_BOX(&fastlayers::elementwise::relu_backward));
+  m.impl("mul", TORCH_BOX(&fastlayers::elementwise::mul));
+  m.impl("mul_backward", TORCH_BOX(&fastlayers::elementwise::mul_backward));
 }

@@ -5,7 +5,7 @@
 
 #include "common/channels.h"
 
-namespace fastlayers {
+namespace fastlayers::group_norm {
 namespace {
 
 template <typename T>
@@ -76,8 +76,8 @@ void forward_runs(const Norm<T>& a) {
         const int64_t inner = part / p.count, k = part % p.count, c = u % a.groups * a.depth + inner;
         const Repeated<A> mean(a.mean[u]), scale(a.rstd[u] * a.weight[c]), bias(a.bias[c]);
         const int64_t at = u * n + inner * a.pixels + p.start(k);
-        with_act<false>(a.act, [&](auto act) {
-          normalise<T, act.value>(a.out + at, a.x + at, nullptr, p.block(k), {mean, scale, bias, false});
+        with_act<T, false>(a.act, [&](auto act) {
+          normalise<T>(act, a.out + at, a.x + at, nullptr, p.block(k), {mean, scale, bias, false});
         });
       });
 }
@@ -107,8 +107,8 @@ void forward_pixels(const Norm<T>& a) {
       [&](int64_t u, int64_t k) {
         const A* of = constants + u * step;
         const int64_t at = u * a.image() + p.start(k);
-        with_act<false>(a.act, [&](auto act) {
-          normalise<T, act.value>(a.out + at, a.x + at, nullptr, p.block(k), {of, of + w, of + 2 * w, true});
+        with_act<T, false>(a.act, [&](auto act) {
+          normalise<T>(act, a.out + at, a.x + at, nullptr, p.block(k), {of, of + w, of + 2 * w, true});
         });
       });
 }
@@ -152,8 +152,8 @@ void backward_runs(const Norm<T>& a, Sums<compute_t<T>>* sums) {
       [&](int64_t u, int64_t part) {
         with_part(u, part, [&](int64_t at, const Block& b, const Affine<A>& affine) {
           alignas(kVectorWidth) double of_columns[2 * kAcross] = {};
-          with_act<false>(a.act, [&](auto act) {
-            add_gradients<T, act.value>(a.dy + at, a.x + at, nullptr, keeps ? a.out + at : nullptr, b, affine, of_columns,
+          with_act<T, false>(a.act, [&](auto act) {
+            add_gradients<T>(act, a.dy + at, a.x + at, nullptr, keeps ? a.out + at : nullptr, b, affine, of_columns,
                                         of_columns + kAcross);
           });
           found[u * parts + part] = Sums<A>::of_plane(of_columns, of_columns + kAcross);
@@ -170,8 +170,8 @@ void backward_runs(const Norm<T>& a, Sums<compute_t<T>>* sums) {
       [&](int64_t u, int64_t part) {
         with_part(u, part, [&](int64_t at, const Block& b, const Affine<A>& affine) {
           const Repeated<A> level(gradients[u].level), slope(gradients[u].slope);
-          with_act<false>(second, [&](auto act) {
-            input_gradient<T, act.value>(a.out + at, from + at, a.x + at, b, affine, level, slope);
+          with_act<T, false>(second, [&](auto act) {
+            input_gradient<T>(act, a.out + at, from + at, a.x + at, b, affine, level, slope);
           });
         });
       });
@@ -203,8 +203,8 @@ void backward_pixels(const Norm<T>& a, Sums<compute_t<T>>* sums) {
         double* to = found + (u * p.count + k) * 2 * w;
         std::fill_n(to, 2 * w, 0.0);
         const int64_t at = u * a.image() + p.start(k);
-        with_act<false>(a.act, [&](auto act) {
-          add_gradients<T, act.value>(a.dy + at, a.x + at, nullptr, keeps ? a.out + at : nullptr, p.block(k), affine_of(u), to, to + w);
+        with_act<T, false>(a.act, [&](auto act) {
+          add_gradients<T>(act, a.dy + at, a.x + at, nullptr, keeps ? a.out + at : nullptr, p.block(k), affine_of(u), to, to + w);
         });
       },
       [&](int64_t u) {
@@ -224,8 +224,8 @@ void backward_pixels(const Norm<T>& a, Sums<compute_t<T>>* sums) {
       [&](int64_t u, int64_t k) {
         const A* level = constants + (u * 5 + 3) * w;
         const int64_t at = u * a.image() + p.start(k);
-        with_act<false>(second, [&](auto act) {
-          input_gradient<T, act.value>(a.out + at, from + at, a.x + at, p.block(k), affine_of(u), level, level + w);
+        with_act<T, false>(second, [&](auto act) {
+          input_gradient<T>(act, a.out + at, from + at, a.x + at, p.block(k), affine_of(u), level, level + w);
         });
       });
 }
@@ -326,9 +326,9 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& dy_in, cons
 }
 
 }  // namespace
-}  // namespace fastlayers
+}  // namespace fastlayers::group_norm
 
 FASTLAYERS_CPU_KERNELS(group_norm, m) {
-  m.impl("group_norm_forward", TORCH_BOX(&fastlayers::group_norm_forward));
-  m.impl("group_norm_backward", TORCH_BOX(&fastlayers::group_norm_backward));
+  m.impl("group_norm_forward", TORCH_BOX(&fastlayers::group_norm::group_norm_forward));
+  m.impl("group_norm_backward", TORCH_BOX(&fastlayers::group_norm::group_norm_backward));
 }

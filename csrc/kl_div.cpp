@@ -4,7 +4,7 @@
 
 #include "vector_softmax.h"
 
-namespace fastlayers {
+namespace fastlayers::kl_div {
 namespace {
 
 // ---- rows of logits -----------------------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ struct Numbers {
 };
 
 template <typename T, typename A = compute_t<T>>
-FASTLAYERS_INLINE Exponentials<A> exponentials_of(const T* x, int64_t n, A temperature) {
+FASTLAYERS_CALLED Exponentials<A> exponentials_of(const T* x, int64_t n, A temperature) {
   LanesOfExponentials<A> sums;
   for_scores<A>(
       n, [&](int64_t i, auto lanes) FASTLAYERS_LANES { return cooled<A>(lanes.load(x + i), temperature); },
@@ -305,12 +305,12 @@ std::tuple<Tensor, Tensor> kl_div_backward(const Tensor& dy_in, const MaybeTenso
 }
 
 }  // namespace
-}  // namespace fastlayers
+}  // namespace fastlayers::kl_div
 
 FASTLAYERS_CPU_KERNELS(kl_div, m) {
-  m.impl("divergence_forward", TORCH_BOX(&fastlayers::divergence_forward));
-  m.impl("divergence_backward", TORCH_BOX(&fastlayers::divergence_backward));
-  m.impl("kl_div_sum", TORCH_BOX(&fastlayers::kl_div_sum));
-  m.impl("kl_div_elements", TORCH_BOX(&fastlayers::kl_div_elements));
-  m.impl("kl_div_backward", TORCH_BOX(&fastlayers::kl_div_backward));
+  m.impl("divergence_forward", TORCH_BOX(&fastlayers::kl_div::divergence_forward));
+  m.impl("divergence_backward", TORCH_BOX(&fastlayers::kl_div::divergence_backward));
+  m.impl("kl_div_sum", TORCH_BOX(&fastlayers::kl_div::kl_div_sum));
+  m.impl("kl_div_elements", TORCH_BOX(&fastlayers::kl_div::kl_div_elements));
+  m.impl("kl_div_backward", TORCH_BOX(&fastlayers::kl_div::kl_div_backward));
 }

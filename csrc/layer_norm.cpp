@@ -5,7 +5,7 @@
 
 #include "common/vector.h"
 
-namespace fastlayers {
+namespace fastlayers::layer_norm {
 namespace {
 
 enum Kind : int { kLayer, kRms, kLlama, kGemma };
@@ -44,7 +44,7 @@ struct Sums {
 
 constexpr int kApart = 4;  // sums that do not wait for each other
 template <typename A>
-A sum_of(const Total<A> (&t)[kApart]) { return sum_of<A>((t[0].lanes() + t[1].lanes()) + (t[2].lanes() + t[3].lanes())); }
+A total_of(const Total<A> (&t)[kApart]) { return sum_of<A>((t[0].lanes() + t[1].lanes()) + (t[2].lanes() + t[3].lanes())); }
 
 // The sums of the deviations of x from an origin, and of their squares.
 template <typename A>
@@ -60,7 +60,7 @@ Sums<A> deviations(const A* x, int64_t n, A origin) {
     for (int k = 0; k < kApart; ++k) add(k, load<A>(x + i + k * kLanes<A>));
   for (; i + kLanes<A> <= n; i += kLanes<A>) add(0, load<A>(x + i));
   if (i < n) add(1, load_some<A>(x + i, n - i, origin));
-  return {sum_of(sums), sum_of(squares)};
+  return {total_of(sums), total_of(squares)};
 }
 
 // y = (x - mean)·rstd·weight + bias. weight and bias may be null.
@@ -111,8 +111,8 @@ void average(BackwardRow<A>& row, int64_t n, bool layer) {
     const Vector<A> w = row.weight != nullptr ? load_some<A>(row.weight + i, left) : one;
     add(0, load_some<A>(row.dy + i, left), load_some<A>(row.x + i, left), w);
   }
-  row.along = -sum_of(along) / static_cast<A>(n) * row.rstd * row.rstd;
-  row.level = layer ? -sum_of(level) / static_cast<A>(n) * row.rstd : A(0);
+  row.along = -total_of(along) / static_cast<A>(n) * row.rstd * row.rstd;
+  row.level = layer ? -total_of(level) / static_cast<A>(n) * row.rstd : A(0);
 }
 
 // dx = rstd·(g - mean(g) - x̂·mean(g·x̂)) + dsum for R rows. The sums dweight += dy·x̂ and dbias += dy are read and written once for all.
@@ -418,10 +418,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_
 }
 
 }  // namespace
-}  // namespace fastlayers
+}  // namespace fastlayers::layer_norm
 
 FASTLAYERS_CPU_KERNELS(layer_norm, m) {
-  m.impl("layer_norm_forward", TORCH_BOX(&fastlayers::layer_norm_forward));
-  m.impl("add_layer_norm_forward", TORCH_BOX(&fastlayers::add_layer_norm_forward));
-  m.impl("layer_norm_backward", TORCH_BOX(&fastlayers::layer_norm_backward));
+  m.impl("layer_norm_forward", TORCH_BOX(&fastlayers::layer_norm::layer_norm_forward));
+  m.impl("add_layer_norm_forward", TORCH_BOX(&fastlayers::layer_norm::add_layer_norm_forward));
+  m.impl("layer_norm_backward", TORCH_BOX(&fastlayers::layer_norm::layer_norm_backward));
 }

@@ -7,7 +7,7 @@
 
 #include "common/vector_math.h"
 
-namespace fastlayers {
+namespace fastlayers::max_pool2d {
 namespace {
 
 typedef uint8_t Bytes __attribute__((vector_size(kLanes<float>)));
@@ -287,9 +287,9 @@ Tensor max_pool2d_backward(const Tensor& dy_in, const Tensor& offsets_in, Number
 }
 
 }  // namespace
-}  // namespace fastlayers
+}  // namespace fastlayers::max_pool2d
 
 FASTLAYERS_CPU_KERNELS(max_pool2d, m) {
-  m.impl("max_pool2d_forward", TORCH_BOX(&fastlayers::max_pool2d_forward));
-  m.impl("max_pool2d_backward", TORCH_BOX(&fastlayers::max_pool2d_backward));
+  m.impl("max_pool2d_forward", TORCH_BOX(&fastlayers::max_pool2d::max_pool2d_forward));
+  m.impl("max_pool2d_backward", TORCH_BOX(&fastlayers::max_pool2d::max_pool2d_backward));
 }

@@ -4,7 +4,7 @@
 
 #include "common/vector.h"
 
-namespace fastlayers {
+namespace fastlayers::residual {
 namespace {
 
 // Calls f(I{}, O{}) for one type, or for float32 on either side of a 16-bit one.
@@ -365,10 +365,10 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
 }
 
 }  // namespace
-}  // namespace fastlayers
+}  // namespace fastlayers::residual
 
 FASTLAYERS_CPU_KERNELS(residual, m) {
-  m.impl("dropout_add", TORCH_BOX(&fastlayers::dropout_add));
-  m.impl("scale_add", TORCH_BOX(&fastlayers::scale_add));
-  m.impl("scale_add_backward", TORCH_BOX(&fastlayers::scale_add_backward));
+  m.impl("dropout_add", TORCH_BOX(&fastlayers::residual::dropout_add));
+  m.impl("scale_add", TORCH_BOX(&fastlayers::residual::scale_add));
+  m.impl("scale_add_backward", TORCH_BOX(&fastlayers::residual::scale_add_backward));
 }

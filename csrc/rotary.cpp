@@ -4,7 +4,7 @@
 
 #include "common/vector.h"
 
-namespace fastlayers {
+namespace fastlayers::rotary {
 namespace {
 
 constexpr int kOuter = 3;  // dimensions but the last
@@ -78,7 +78,7 @@ FASTLAYERS_INLINE void rotate_halves(const In* in, const Table* cos, const Table
     r[1] = v[1] * v[3] + v[0] * (v[5] * sign);
   };
   if constexpr (std::is_same_v<In, Table> && std::is_same_v<Table, Out>) {
-    map<In, 6, 2>(n, {in, in + n, cos, cos2, sin1, sin2}, {out, out + n}, rotate);
+    map<In, 6, 2, true>(n, {in, in + n, cos, cos2, sin1, sin2}, {out, out + n}, rotate);
   } else {
     for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
       const Vector<A> v[] = {lanes.load(in + i),   lanes.load(in + n + i), lanes.load(cos + i),
@@ -174,6 +174,6 @@ std::tuple<Tensor, Tensor> rotary(const Tensor& q_in, const MaybeTensor& k_in, c
 }
 
 }  // namespace
-}  // namespace fastlayers
+}  // namespace fastlayers::rotary
 
-FASTLAYERS_CPU_KERNELS(rotary, m) { m.impl("rotary", TORCH_BOX(&fastlayers::rotary)); }
+FASTLAYERS_CPU_KERNELS(rotary, m) { m.impl("rotary", TORCH_BOX(&fastlayers::rotary::rotary)); }

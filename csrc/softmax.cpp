@@ -5,7 +5,7 @@
 //   columns  it is strided: vectors go across the rows, some hundred of them at a time. Without a mask.
 #include "vector_softmax.h"
 
-namespace fastlayers {
+namespace fastlayers::softmax {
 namespace {
 
 constexpr int64_t kTile = 512;  // columns at a time
@@ -31,7 +31,7 @@ FASTLAYERS_INLINE WholeVector<A> load_flags(const bool* mask, int64_t count) {
 // Writes a row of scores and returns the largest. M: bool, an additive mask's type, or NoMask. `step`: 0 for a mask that has one element
 // for the row, else 1.
 template <typename T, typename M, typename A = compute_t<T>>
-A write_scores(A* to, const T* x, int64_t n, A scale, [[maybe_unused]] const M* mask,
+FASTLAYERS_CALLED A write_scores(A* to, const T* x, int64_t n, A scale, [[maybe_unused]] const M* mask,
                [[maybe_unused]] int64_t step) {
   const A nothing = -std::numeric_limits<A>::infinity();
   Vector<A> most = broadcast<A>(std::numeric_limits<A>::lowest());
@@ -43,7 +43,7 @@ A write_scores(A* to, const T* x, int64_t n, A scale, [[maybe_unused]] const M* 
     } else if constexpr (!std::is_same_v<M, NoMask>) {
       v += step != 0 ? lanes.load(mask + i) : broadcast<A>(static_cast<A>(*mask));
     }
-    if constexpr (std::is_same_v<decltype(lanes), Some<A>>) v = only_lanes<A>(v, 0, lanes.count, nothing);
+    if (lanes.count < kLanes<A>) v = only_lanes<A>(v, lanes.count, nothing);
     lanes.store(to + i, v);
     most = v > most ? v : most;
   });
@@ -52,7 +52,7 @@ A write_scores(A* to, const T* x, int64_t n, A scale, [[maybe_unused]] const M* 
 
 // The sum of the exponentials of a row of scores, relative to the largest; WRITE: in the scores' place.
 template <typename A, bool WRITE>
-A sum_exponentials(A* scores, int64_t n, A most) {
+FASTLAYERS_CALLED A sum_exponentials(A* scores, int64_t n, A most) {
   Total<A> total;
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     const Vector<A> e = exp_below_0<A>(lanes.load(scores + i, -std::numeric_limits<A>::infinity()) - most);
@@ -64,7 +64,7 @@ A sum_exponentials(A* scores, int64_t n, A most) {
 
 // y = values / sum of the exponentials, or (values - most) - log(sum) of the scores.
 template <typename T, bool LOG, typename A = compute_t<T>>
-void write_results(T* y, const A* values, int64_t n, A most, A sum) {
+FASTLAYERS_CALLED void write_results(T* y, const A* values, int64_t n, A most, A sum) {
   const A level = LOG ? std::log(sum) : A(0);
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     const Vector<A> v = lanes.load(values + i);
@@ -93,12 +93,12 @@ void backward_row(In* dx, const Out* dy, const Out* y, int64_t n, A scale, const
 
 // ---- columns ------------------------------------------------------------------------------------------------------------
 
-template <typename In, typename Out, bool LOG, typename A = compute_t<In>>
-void forward_columns(Out* y, const In* x, int64_t n, int64_t inner, int64_t width, A scale) {
+template <typename In, typename Out, typename A = compute_t<In>>
+void forward_columns(Out* y, const In* x, int64_t n, int64_t inner, int64_t width, A scale, bool log) {
   A most[kTile], sum[kTile];
   const auto add = [&](int64_t c, auto count) FASTLAYERS_LANES {
     constexpr int K = decltype(count)::value;
-    for_vectors<A>(width, [&](int64_t j, auto lanes) FASTLAYERS_LANES {
+    for_parts<A>(width, [&](int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
       Vector<A> v[K];
       for (int k = 0; k < K; ++k) v[k] = lanes.load(x + (c + k) * inner + j) * scale;
       LanesOfExponentials<A> sums;
@@ -111,12 +111,12 @@ void forward_columns(Out* y, const In* x, int64_t n, int64_t inner, int64_t widt
   int64_t c = 0;
   for (; c + 4 <= n; c += 4) add(c, std::integral_constant<int, 4>{});
   for (; c < n; ++c) add(c, std::integral_constant<int, 1>{});
-  if constexpr (LOG)
+  if (log)
     for (int64_t j = 0; j < width; ++j) sum[j] = std::log(sum[j]);
   for (c = 0; c < n; ++c) {
-    for_vectors<A>(width, [&](int64_t j, auto lanes) FASTLAYERS_LANES {
+    for_parts<A>(width, [&](int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
       const Vector<A> v = lanes.load(x + c * inner + j) * scale - load<A>(most + j), s = load<A>(sum + j);
-      lanes.store(y + c * inner + j, LOG ? v - s : exp_below_0<A>(v) / s);
+      lanes.store(y + c * inner + j, log ? v - s : exp_below_0<A>(v) / s);
     });
   }
 }
@@ -125,13 +125,13 @@ template <typename In, typename Out, bool LOG, typename A = compute_t<In>>
 void backward_columns(In* dx, const Out* dy, const Out* y, int64_t n, int64_t inner, int64_t width, A scale) {
   A sum[kTile] = {};
   for (int64_t c = 0; c < n; ++c) {
-    for_vectors<A>(width, [&](int64_t j, auto lanes) FASTLAYERS_LANES {
+    for_parts<A>(width, [&](int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
       const Vector<A> g = lanes.load(dy + c * inner + j);
       store<A>(sum + j, load<A>(sum + j) + (LOG ? g : g * lanes.load(y + c * inner + j)));
     });
   }
   for (int64_t c = 0; c < n; ++c) {
-    for_vectors<A>(width, [&](int64_t j, auto lanes) FASTLAYERS_LANES {
+    for_parts<A>(width, [&](int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
       const Vector<A> g = lanes.load(dy + c * inner + j), p = lanes.load(y + c * inner + j), s = load<A>(sum + j);
       lanes.store(dx + c * inner + j, (LOG ? g - exp<A>(p) * s : p * (g - s)) * scale);
     });
@@ -191,8 +191,8 @@ struct Mask {
   }
 };
 
-template <typename In, typename Out, bool LOG, typename M>
-void forward_rows(Tensor& y, const Tensor& x, const Shape& s, double scale, const Mask* mask) {
+template <typename In, typename Out, typename M>
+void forward_rows(Tensor& y, const Tensor& x, const Shape& s, double scale, const Mask* mask, bool log) {
   using A = compute_t<In>;
   const In* from = pointer<const In>(x);
   Out* to = pointer<Out>(y);
@@ -202,15 +202,14 @@ void forward_rows(Tensor& y, const Tensor& x, const Shape& s, double scale, cons
     for (int64_t row = first; row < last; ++row) {
       const M* own = mask == nullptr ? nullptr : m + mask->offset(row);
       const A most = write_scores<In, M>(scores.data(), from + row * s.n, s.n, static_cast<A>(scale), own, mask == nullptr ? 0 : mask->step);
-      const A sum = sum_exponentials<A, !LOG>(scores.data(), s.n, most);
-      write_results<Out, LOG>(to + row * s.n, scores.data(), s.n, most, sum);
+      const A sum = (log ? sum_exponentials<A, false> : sum_exponentials<A, true>)(scores.data(), s.n, most);
+      (log ? write_results<Out, true> : write_results<Out, false>)(to + row * s.n, scores.data(), s.n, most, sum);
     }
   });
 }
 
-template <bool LOG>
-Tensor forward_op(const Tensor& x_in, const MaybeTensor& mask_in, int64_t dim, double scale, ScalarType dtype) {
-  const char* op = LOG ? "log_softmax" : "softmax";
+Tensor softmax_forward(const Tensor& x_in, int64_t dim, double scale, const MaybeTensor& mask_in, ScalarType dtype, bool log) {
+  const char* op = log ? "log_softmax" : "softmax";
   const Shape s(x_in, dim, op);
   const Dims sizes = dims_of(x_in.sizes());
   Tensor y = empty_contiguous(sizes, dtype, x_in);
@@ -225,24 +224,24 @@ Tensor forward_op(const Tensor& x_in, const MaybeTensor& mask_in, int64_t dim, d
       const In* from = pointer<const In>(x);
       Out* to = pointer<Out>(y);
       return s.for_tiles([&](int64_t at, int64_t width) {
-        forward_columns<In, Out, LOG>(to + at, from + at, s.n, s.inner, width, static_cast<compute_t<In>>(scale));
+        forward_columns<In, Out>(to + at, from + at, s.n, s.inner, width, static_cast<compute_t<In>>(scale), log);
       });
     }
-    if (!mask_in) return forward_rows<In, Out, LOG, NoMask>(y, x, s, scale, nullptr);
+    if (!mask_in) return forward_rows<In, Out, NoMask>(y, x, s, scale, nullptr, log);
     const Mask mask(*mask_in, sizes, op);
     const ScalarType kind = mask.data.scalar_type();
-    if (kind == ScalarType::Bool) return forward_rows<In, Out, LOG, bool>(y, x, s, scale, &mask);
-    if (kind == x.scalar_type()) return forward_rows<In, Out, LOG, In>(y, x, s, scale, &mask);
+    if (kind == ScalarType::Bool) return forward_rows<In, Out, bool>(y, x, s, scale, &mask, log);
+    if (kind == x.scalar_type()) return forward_rows<In, Out, In>(y, x, s, scale, &mask, log);
     FASTLAYERS_CHECK(kind == ScalarType::Float && sizeof(In) == 2, op, "expected a mask of bool, float32 or x's dtype, but got ",
                      toString(kind));
-    if constexpr (sizeof(In) == 2) forward_rows<In, Out, LOG, float>(y, x, s, scale, &mask);
+    if constexpr (sizeof(In) == 2) forward_rows<In, Out, float>(y, x, s, scale, &mask, log);
   });
   return y;
 }
 
-template <bool LOG>
-Tensor backward_op(const Tensor& dy_in, const Tensor& y_in, const MaybeTensor& mask_in, int64_t dim, double scale, ScalarType dtype) {
-  const char* op = LOG ? "log_softmax_backward" : "softmax_backward";
+Tensor softmax_backward(const Tensor& dy_in, const Tensor& y_in, int64_t dim, double scale, const MaybeTensor& mask_in, ScalarType dtype,
+                        bool log) {
+  const char* op = log ? "log_softmax_backward" : "softmax_backward";
   check_same_shape(y_in, dy_in, op, "dy");
   const Shape s(y_in, dim, op);
   const Dims sizes = dims_of(y_in.sizes());
@@ -259,33 +258,26 @@ Tensor backward_op(const Tensor& dy_in, const Tensor& y_in, const MaybeTensor& m
     In* to = pointer<In>(dx);
     if (!rows)
       return s.for_tiles([&](int64_t at, int64_t width) {
-        backward_columns<In, Out, LOG>(to + at, g + at, p + at, s.n, s.inner, width, factor);
+        (log ? backward_columns<In, Out, true> : backward_columns<In, Out, false>)(to + at, g + at, p + at, s.n, s.inner, width, factor);
       });
     std::optional<Mask> mask;
     if (mask_in) mask.emplace(*mask_in, sizes, op);
     const bool* m = mask ? pointer<const bool>(mask->data) : nullptr;
     torch::stable::parallel_for(0, s.outer, std::max<int64_t>(1, kGrain / s.n), [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
-        const int64_t at = row * s.n;
-        backward_row<In, Out, LOG>(to + at, g + at, p + at, s.n, factor, mask ? m + mask->offset(row) : nullptr, mask ? mask->step : 0);
+        const int64_t at = row * s.n, step = mask ? mask->step : 0;
+        const bool* own = mask ? m + mask->offset(row) : nullptr;
+        (log ? backward_row<In, Out, true> : backward_row<In, Out, false>)(to + at, g + at, p + at, s.n, factor, own, step);
       }
     });
   });
   return dx;
 }
 
-Tensor softmax_forward(const Tensor& x, int64_t dim, double scale, const MaybeTensor& mask, ScalarType dtype, bool log) {
-  return log ? forward_op<true>(x, mask, dim, scale, dtype) : forward_op<false>(x, mask, dim, scale, dtype);
-}
-
-Tensor softmax_backward(const Tensor& dy, const Tensor& y, int64_t dim, double scale, const MaybeTensor& mask, ScalarType dtype, bool log) {
-  return log ? backward_op<true>(dy, y, mask, dim, scale, dtype) : backward_op<false>(dy, y, mask, dim, scale, dtype);
-}
-
 }  // namespace
-}  // namespace fastlayers
+}  // namespace fastlayers::softmax
 
 FASTLAYERS_CPU_KERNELS(softmax, m) {
-  m.impl("softmax_forward", TORCH_BOX(&fastlayers::softmax_forward));
-  m.impl("softmax_backward", TORCH_BOX(&fastlayers::softmax_backward));
+  m.impl("softmax_forward", TORCH_BOX(&fastlayers::softmax::softmax_forward));
+  m.impl("softmax_backward", TORCH_BOX(&fastlayers::softmax::softmax_backward));
 }

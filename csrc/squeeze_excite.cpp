@@ -2,7 +2,7 @@
 // product, and the gradient that the product and the mean send back to one x, in one pass.
 #include "common/channels.h"
 
-namespace fastlayers {
+namespace fastlayers::squeeze_excite {
 namespace {
 
 // Adds x, or x·y, to the sums of each column, which have room for whole vectors.
@@ -131,9 +131,9 @@ Tensor scale_shift(const Tensor& x, const Tensor& scale_in, const Tensor& shift_
 }
 
 }  // namespace
-}  // namespace fastlayers
+}  // namespace fastlayers::squeeze_excite
 
 FASTLAYERS_CPU_KERNELS(squeeze_excite, m) {
-  m.impl("spatial_sum", TORCH_BOX(&fastlayers::spatial_sum));
-  m.impl("scale_shift", TORCH_BOX(&fastlayers::scale_shift));
+  m.impl("spatial_sum", TORCH_BOX(&fastlayers::squeeze_excite::spatial_sum));
+  m.impl("scale_shift", TORCH_BOX(&fastlayers::squeeze_excite::scale_shift));
 }

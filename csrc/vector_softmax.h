@@ -10,7 +10,6 @@ namespace {
 
 namespace vectors {
 typedef int64_t Longs __attribute__((vector_size(kVectorWidth)));
-typedef uint64_t LongWords __attribute__((vector_size(kVectorWidth)));
 }  // namespace vectors
 
 // Whole numbers of the width of A, and their vector.
@@ -19,25 +18,11 @@ using whole_t = std::conditional_t<std::is_same_v<A, double>, int64_t, int32_t>;
 template <typename A>
 using WholeVector = std::conditional_t<std::is_same_v<A, double>, vectors::Longs, vectors::Ints>;
 
-// `v` in the lanes from `first` on and before `end`, `rest` in the others. By one comparison: GCC 12 joins two of AVX-512 lane by lane.
+// `v` in the first lanes, before `end`, and `rest` in the others.
 template <typename A>
-FASTLAYERS_INLINE Vector<A> only_lanes(const Vector<A>& v, int64_t first, int64_t end, A rest) {
-  if constexpr (std::is_same_v<A, double>) {
-    return lane_numbers<vectors::LongWords>() - static_cast<uint64_t>(first) < static_cast<uint64_t>(end - first) ? v : broadcast<A>(rest);
-  } else {
-    return lane_numbers<vectors::Words>() - static_cast<uint32_t>(first) < static_cast<uint32_t>(end - first) ? v : broadcast<A>(rest);
-  }
+FASTLAYERS_INLINE Vector<A> only_lanes(const Vector<A>& v, int64_t end, A rest) {
+  return lane_numbers<WholeVector<A>>() < static_cast<whole_t<A>>(end) ? v : broadcast<A>(rest);
 }
-
-// What a loop over vectors is handed at the end of a row that is longer than a vector: the last one, of which the first lanes were seen.
-template <typename A>
-struct Last {
-  int64_t seen;
-  template <typename T>
-  FASTLAYERS_INLINE Vector<A> load(const T* from, A rest = A(0)) const {
-    return only_lanes<A>(fastlayers::load<T, A>(from), seen, kLanes<A>, rest);
-  }
-};
 
 // The maximum of what was added, and the sum of its exponentials relative to that. A NaN comes out in the sum. Without a finite number
 // the maximum is the lowest one: so a difference to it is never that of two infinities of one sign, except for +inf, whose sum is NaN.
@@ -78,18 +63,13 @@ template <int K, typename A, typename Scores>
 FASTLAYERS_INLINE void last_scores(Vector<A> (&v)[K], int64_t i, int64_t n, Scores&& scores) {
   constexpr int L = kLanes<A>;
   const A nothing = -std::numeric_limits<A>::infinity();
+  Vector<A> found[K];
+#pragma GCC unroll 1
   for (int k = 0; k < K; ++k) {
     const int64_t at = i + k * L;
-    v[k] = broadcast<A>(nothing);
-    if (at + L <= n) {
-      v[k] = scores(at, All<A>{});
-    } else if (n < L) {
-      if (k == 0) v[k] = only_lanes<A>(scores(0, Some<A>{n}), 0, n, nothing);
-    } else if (at < n) {
-      const int64_t seen = at + L - n;
-      v[k] = only_lanes<A>(scores(n - L, Last<A>{seen}), seen, L, nothing);
-    }
+    found[k] = at < n ? only_lanes<A>(scores(at, Part<A>{std::min<int64_t>(n - at, L)}), n - at, nothing) : broadcast<A>(nothing);
   }
+  for (int k = 0; k < K; ++k) v[k] = found[k];
 }
 
 // f(v) for the vectors of n scores, kAtOnce of them or, at the end, half as many; scores(i, lanes) are those from i on.
@@ -97,19 +77,19 @@ constexpr int kAtOnce = 8;
 template <typename A, typename Scores, typename F>
 FASTLAYERS_INLINE void for_scores(int64_t n, Scores&& scores, F&& f) {
   constexpr int L = kLanes<A>;
-  Vector<A> v[kAtOnce], few[kAtOnce / 2];
   int64_t i = 0;
-  for (; i + kAtOnce * L <= n; i += kAtOnce * L) {
-    for (int k = 0; k < kAtOnce; ++k) v[k] = scores(i + k * L, All<A>{});
+  for (Vector<A> v[kAtOnce]; n - i > kAtOnce / 2 * L; i += kAtOnce * L) {
+    if (i + kAtOnce * L <= n) {
+      for (int k = 0; k < kAtOnce; ++k) v[k] = scores(i + k * L, All<A>{});
+    } else {
+      last_scores<kAtOnce, A>(v, i, n, scores);
+    }
     f(v);
   }
-  if (n - i > kAtOnce / 2 * L) {
-    last_scores<kAtOnce, A>(v, i, n, scores);
-    f(v);
-  } else if (i < n) {
-    last_scores<kAtOnce / 2, A>(few, i, n, scores);
-    f(few);
-  }
+  if (i >= n) return;
+  Vector<A> few[kAtOnce / 2];
+  last_scores<kAtOnce / 2, A>(few, i, n, scores);
+  f(few);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 """Compile ``csrc`` into ``fastlayers/_C.so``, the C++ and CUDA part of the package, and into the executor of regions.
 
-``pip install`` (through setup.py), ``make build`` and ``python -m fastlayers build`` all call :func:`build`. This file
-imports neither torch nor fastlayers, so it can run by path before either is importable: it only needs torch's headers
+``pip install`` (through setup.py) and ``python -m fastlayers build`` call :func:`build`. This file imports neither
+torch nor fastlayers, so that setup.py can load it by path before either is importable: it only needs torch's headers
 and libraries on disk. The library has no Python symbols and uses only PyTorch's stable ABI, so one file serves every
 Python and every torch from 2.11 on. The executor of regions, ``csrc/regions``, uses more of torch than that. It is a
 library of its own, named after the version of torch that it serves, and everything works without it, only slower.
@@ -51,6 +51,14 @@ CPU_VARIANTS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
 }
+#: CPU kernels that are compiled as one source, under the name of the first. They share templates, and torch's headers
+#: take as long as a small source. Sources in no row are compiled by themselves.
+CPU_UNITS = (
+    ("batch_norm", "group_norm", "squeeze_excite"),
+    ("bias_act", "glu"),
+    ("cross_entropy", "kl_div", "softmax"),
+    ("elementwise", "layer_norm", "max_pool2d", "residual", "rotary"),
+)
 #: Variables in which nvcc looks for options of its own. Others make other objects.
 NVCC_FLAGS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 NO_GPU = (
@@ -349,7 +357,7 @@ def regions_library(torch_version: str) -> Path:
     return PACKAGE / f"_regions_{torch_version.replace('.', '_')}_{source[:8]}.so"
 
 
-def _jobs() -> int:
+def jobs() -> int:
     asked = os.environ.get("MAX_JOBS")
     if asked is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -383,6 +391,13 @@ def included(source: Path) -> list[Path]:
     return sorted(found)
 
 
+def _units(sources: list[Path]) -> list[tuple[Path, ...]]:
+    """The C++ sources as they are compiled: those of a row of CPU_UNITS together, every other one by itself."""
+    by_name = {source.stem: source for source in sources}
+    rows = [tuple(by_name.pop(name) for name in row if name in by_name) for row in CPU_UNITS]
+    return sorted([row for row in rows if row] + [(source,) for source in by_name.values()])
+
+
 def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: str | None) -> list[Step]:
     """The commands that make ``library``: one for each source, and the link, which comes last."""
     csrc = csrc_folder()
@@ -396,19 +411,24 @@ def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: st
     tools += "".join(f" {os.environ[name]}" for name in NVCC_FLAGS if os.environ.get(name))
     common = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", "-std=c++17", f"-I{torch.root / 'include'}"]
 
-    def compile_step(source: Path, *command: str, variant: str = "") -> Step:
-        output = objects / f"{source.name}{variant}.o"
+    def compile_step(unit: tuple[Path, ...], *command: str, variant: str = "") -> Step:
+        *before, source = unit
+        output = objects / f"{unit[0].name}{variant}.o"
         stamp = output.with_suffix(".stamp")
-        return Step((*command, *common, "-c", str(source)), (source, *included(source)), output, stamp, tools)
+        words = (*command, *common, *(word for other in before for word in ("-include", str(other))), "-c", str(source))
+        headers = {header for each in unit for header in included(each)}
+        return Step(words, (*unit, *sorted(headers)), output, stamp, tools)
 
-    host_code = [*cxx, "-O3", "-fPIC", "-fvisibility=hidden"]
+    units = _units(sources)
+    host_code = [*cxx, "-fPIC", "-fvisibility=hidden"]
     variants = CPU_VARIANTS if platform.machine() == "x86_64" else {}
-    all_machines = ["-DFASTLAYERS_CPU_VARIANTS"] if variants else []
-    steps = [compile_step(source, *host_code, *all_machines) for source in sources]
+    # Where there are variants, only machines without AVX2 run the others, and -O1 compiles in half of the time.
+    all_machines = ["-O1", "-DFASTLAYERS_CPU_VARIANTS"] if variants else ["-O3"]
+    steps = [compile_step(unit, *host_code, *all_machines) for unit in units]
     if nvcc is not None:
         assert info.nvcc is not None
         # One source takes far longer than the others, so each may use every core for its architectures.
-        threads = min(_jobs(), len(info.cuda_archs))
+        threads = min(jobs(), len(info.cuda_archs))
         host = ["-ccbin", cxx[-1]] if os.environ.get("CXX") else []
         # The level is one of the code for the host, a tenth of the time; that for GPUs is compiled with the highest.
         flags = [
@@ -419,14 +439,15 @@ def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: st
             f"--threads={threads}",
         ]
         flags += _code_flags(info.cuda_archs, info.nvcc)
-        steps += [compile_step(source, nvcc, *flags) for source in cuda_sources]
+        steps += [compile_step((source,), nvcc, *flags) for source in cuda_sources]
     # Linked last, and AVX-512 after AVX2. Of an inline function that several objects have, such as one of std::vector,
     # the linker takes the first: so no object calls one with instructions that a machine which runs it may not have.
     for variant, options in variants.items():
+        flags = ["-O3", f"-DFASTLAYERS_CPU_VARIANT={variant}", *options]
         steps += [
-            compile_step(source, *host_code, f"-DFASTLAYERS_CPU_VARIANT={variant}", *options, variant=f".{variant}")
-            for source in sources
-            if any(header.name == "cpu_library.h" for header in included(source))
+            compile_step(unit, *host_code, *flags, variant=f".{variant}")
+            for unit in units
+            if any(header.name == "cpu_library.h" for header in included(unit[0]))
         ]
     link = [*cxx, "-shared", *(str(step.output) for step in steps), f"-L{torch.root / 'lib'}"]
     # Linking libtorch and not libtorch_cuda lets the same file load on a CPU-only torch. In a CUDA build of torch,
@@ -441,10 +462,18 @@ def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: st
     return [*steps, linking]
 
 
-def _regions_step(torch: Torch, library: Path, objects: Path) -> Step:
-    """The command that makes the executor of regions."""
+def regions_step(objects: Path) -> Step:
+    """The command that makes the executor of regions for the torch that is here.
+
+    Raises:
+        BuildError: If there is no compiler or no torch.
+    """
+    torch = find_torch()
+    library = regions_library(torch.version)
+    _check_machine(library)
     source = regions_source()
     includes = [f"-I{torch.root / 'include'}", f"-I{torch.root / 'include/torch/csrc/api/include'}"]
+    includes.append("-DAT_PER_OPERATOR_HEADERS")  # instead of one for all of them, which takes a third of the time
     options = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-D_GLIBCXX_USE_CXX11_ABI=1", "-shared"]
     link = [f"-L{torch.root / 'lib'}", "-ltorch_cpu", "-lc10"]
     cxx = find_compiler()
@@ -457,25 +486,38 @@ def _source_size(step: Step) -> int:
     return sum(path.stat().st_size for path in step.inputs if path.suffix == step.inputs[0].suffix)
 
 
-def _run(steps: list[Step], report: Report) -> None:
+def _run(steps: list[Step], report: Report, beside: Step | None = None) -> None:
+    """Runs the steps, of which the last one links, and one that may fail beside them."""
     *compiles, link = steps
-    done = 0
+    total = len(steps) + (beside is not None)
+    wanted = [step for step in (*compiles, beside) if step is not None]
     # The longest source first: compiled last, it would leave the other cores idle.
-    stale = sorted((step for step in compiles if not step.up_to_date()), key=_source_size, reverse=True)
-    with ThreadPoolExecutor(_jobs()) as pool:
+    stale = sorted((step for step in wanted if not step.up_to_date()), key=_source_size, reverse=True)
+    done = len(wanted) - len(stale)
+    with ThreadPoolExecutor(jobs()) as pool:
         running = {pool.submit(step.run): step for step in stale}
-        done = len(compiles) - len(running)
         try:
             for future in as_completed(running):
-                warnings = future.result()
+                step = running[future]
+                try:
+                    said = future.result().strip()
+                except BuildError as error:
+                    if step is not beside:
+                        raise
+                    said = f"not built: {_reason(error)}"
                 done += 1
-                report(done, len(steps), "\n".join(filter(None, [running[future].output.stem, warnings.strip()])))
+                report(done, total, "\n".join(filter(None, [step.output.stem, said])))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
     if not link.up_to_date():
         link.run()
-    report(len(steps), len(steps), link.output.name)
+    report(total, total, link.output.name)
+
+
+def _reason(error: BuildError) -> str:
+    lines = str(error).splitlines()
+    return next((line for line in lines if "error:" in line), lines[0])
 
 
 def platform_problem() -> str | None:
@@ -496,20 +538,19 @@ def _check_machine(library: Path) -> None:
 # Entry points --------------------------------------------------------------------------------------------------------
 
 
-def build(library: Path, objects: Path, *, cuda: bool | None = None, report: Report = lambda *_: None) -> BuildInfo:
-    """Compile csrc into ``library`` with what this machine has. Object files that are up to date are kept.
+def plan(library: Path, objects: Path, *, cuda: bool | None = None) -> tuple[list[Step], BuildInfo]:
+    """The steps that compile csrc into ``library`` with what this machine has, and what it will contain.
 
     Args:
-        library: The file to make. Its description goes beside it, with the suffix ``.json``.
+        library: The file to make.
         objects: A folder for object files.
         cuda: Whether to build the CUDA part. None builds it if there is an nvcc, and a GPU or FASTLAYERS_CUDA_ARCHS to
             compile for.
-        report: Called after every finished step.
 
     Raises:
-        BuildError: If there is no compiler or no torch, or if a C++ source does not compile.
-        CudaBuildError: If a CUDA source does not compile, if FASTLAYERS_CUDA_ARCHS is wrong, or if ``cuda`` is True and
-            there is no nvcc or nothing to compile for.
+        BuildError: If there is no compiler or no torch.
+        CudaBuildError: If FASTLAYERS_CUDA_ARCHS is wrong, or if ``cuda`` is True and there is no nvcc or nothing to
+            compile for.
     """
     _check_machine(library)
     torch = find_torch()
@@ -534,7 +575,28 @@ def build(library: Path, objects: Path, *, cuda: bool | None = None, report: Rep
         cuda_archs=choose_archs(nvcc, archs) if nvcc else (),
         problem=problem,
     )
-    _run(_steps(library, objects, torch, info, nvcc), report)
+    return _steps(library, objects, torch, info, nvcc), info
+
+
+def build(
+    library: Path,
+    objects: Path,
+    *,
+    cuda: bool | None = None,
+    report: Report = lambda *_: None,
+    beside: Step | None = None,
+) -> BuildInfo:
+    """Compile csrc into ``library``, as :func:`plan` says. Object files that are up to date are kept.
+
+    The description of the library goes beside it, with the suffix ``.json``. ``report`` is called after every finished
+    step. The step ``beside`` runs with the others and may fail.
+
+    Raises:
+        BuildError: What ``plan`` raises, and if a C++ source does not compile.
+        CudaBuildError: What ``plan`` raises, and if a CUDA source does not compile.
+    """
+    steps, info = plan(library, objects, cuda=cuda)
+    _run(steps, report, beside)
     info.write(library)
     return info
 
@@ -545,35 +607,29 @@ def build_regions(report: Report = lambda *_: None) -> Path:
     Raises:
         BuildError: If there is no compiler or no torch, or if it does not compile with the headers of that torch.
     """
-    torch = find_torch()
-    library = regions_library(torch.version)
-    _check_machine(library)
     with _objects_folder() as objects:
-        step = _regions_step(torch, library, objects)
+        step = regions_step(objects)
         if not step.up_to_date():
             step.run()
+    _remove_others(step.output)
+    report(1, 1, step.output.name)
+    return step.output
+
+
+def _remove_others(library: Path) -> None:
+    """Removes the executors of regions of older sources."""
     for other in library.parent.glob(f"{library.stem[:-8]}*.so"):
-        if other != library:  # of an older source
+        if other != library:
             other.unlink()
-    report(1, 1, library.name)
-    return library
 
 
 def build_in_place(report: Report = lambda *_: None) -> BuildInfo:
     """Compile for the package that contains this file, in a checkout or installed."""
     with _objects_folder() as objects:
-        info = build(LIBRARY, objects, report=report)
-    _build_regions_if_possible(report)
+        regions = regions_step(objects)
+        info = build(LIBRARY, objects, report=report, beside=regions)
+    _remove_others(regions.output)
     return info
-
-
-def _build_regions_if_possible(report: Report) -> None:
-    try:
-        build_regions(report)
-    except BuildError as error:
-        lines = str(error).splitlines()
-        reason = next((line for line in lines if "error:" in line), lines[0])
-        report(1, 1, f"no C++ for regions, which Python runs then: {reason}")
 
 
 @contextlib.contextmanager
@@ -583,23 +639,3 @@ def _objects_folder() -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="fastlayers-") as folder:
         yield Path(folder)
-
-
-def main() -> None:
-    """``make build``, which runs before fastlayers and its requirements are importable."""
-
-    def report(done: int, total: int, what: str) -> None:
-        print(f"[{done}/{total}] {what}", flush=True)
-
-    if sys.argv[1:] == ["--regions"]:
-        _build_regions_if_possible(report)
-        return
-    try:
-        info = build_in_place(report)
-    except BuildError as error:
-        sys.exit(f"fastlayers was not built: {error}")
-    print(f"{LIBRARY}: {info.contents()}")
-
-
-if __name__ == "__main__":
-    main()

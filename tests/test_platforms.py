@@ -90,7 +90,7 @@ assert fastlayers.verify_patch(model, x)
 fastlayers.save_model(model, "model.safetensors")
 fastlayers.load_model(model, "model.safetensors")
 assert backends.choose(torch.device("cpu")) == "eager"
-assert build._jobs() == os.cpu_count()
+assert build.jobs() == os.cpu_count()
 
 from fastlayers.cli import main
 

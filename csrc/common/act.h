@@ -14,7 +14,7 @@ enum class Act : int {
 constexpr int kNormActs = 8, kActs = 15;
 
 inline Act act_of(int64_t act, const char* op, int acts = kNormActs) {
-  STD_TORCH_CHECK(act >= 0 && act < acts, "fastlayers::", op, ": expected act from 0 to ", acts - 1, ", but got ", act);
+  FASTLAYERS_CHECK(act >= 0 && act < acts, op, "expected act from 0 to ", acts - 1, ", but got ", act);
   return static_cast<Act>(act);
 }
 

@@ -31,30 +31,6 @@ struct Affine {
   FASTLAYERS_INLINE int64_t of(int64_t column) const { return column & -static_cast<int64_t>(each); }
 };
 
-// All lanes of a vector, or the first `count`. Which is decided at run time, so that the code of an activation is there once.
-template <typename A>
-struct Part {
-  int64_t count;
-  template <typename T>
-  FASTLAYERS_INLINE Vector<A> load(const T* from) const {
-    return count == kLanes<A> ? fastlayers::load<T, A>(from) : load_some<T, A>(from, count);
-  }
-  template <typename T>
-  FASTLAYERS_INLINE void store(T* to, const Vector<A>& v) const {
-    if (count == kLanes<A>) fastlayers::store<T, A>(to, v);
-    else store_some<T, A>(to, v, count);
-  }
-  // 0 in the lanes that it does not have
-  FASTLAYERS_INLINE Vector<A> only(const Vector<A>& v) const {
-    if (count == kLanes<A>) return v;
-    return lane_numbers<Vector<A>>() < static_cast<A>(count) ? v : Vector<A>{};
-  }
-};
-template <typename A, typename F>
-FASTLAYERS_INLINE void for_parts(int64_t n, F&& f) {
-  for (int64_t i = 0; i < n; i += kLanes<A>) f(i, Part<A>{std::min<int64_t>(n - i, kLanes<A>)});
-}
-
 // f(at, column, part, count) for the vectors of up to R rows at a time: those of row u < count are at + u·columns.
 template <typename A, int R, typename F>
 FASTLAYERS_INLINE void for_block(const Block& b, F&& f) {
@@ -211,15 +187,15 @@ struct Sums {
 // ---- results ------------------------------------------------------------------------------------------------------------
 
 // y = act((x - mean)·scale + bias + residual); the residual may be null.
-template <typename T, Act ACT>
-void normalise(T* y, const T* x, const T* residual, const Block b, const Affine<compute_t<T>> p) {
+template <typename T, typename ACT>
+FASTLAYERS_CALLED void normalise(ACT act, T* y, const T* x, const T* residual, const Block b, const Affine<compute_t<T>> p) {
   using A = compute_t<T>;
   const ActParameters<A> parameters = {A(0.01), A(0)};  // of leaky_relu
   for_block<A, 1>(b, [&](int64_t at, int64_t i, const Part<A>& part, int64_t) FASTLAYERS_LANES {
     const int64_t c = p.of(i);
     Vector<A> z = (part.load(x + at) - load<A>(p.mean + c)) * load<A>(p.scale + c) + load<A>(p.bias + c);
     if (residual != nullptr) z += part.load(residual + at);
-    part.store(y + at, act_value<ACT, A>(z, parameters));
+    part.store(y + at, act_value<A>(act, z, parameters));
   });
 }
 
@@ -236,8 +212,8 @@ FASTLAYERS_INLINE void add_wide(double* sums, const Vector<A>& v) {
 
 // Adds to the sums of each column, which have room for whole vectors: of dz, the gradient of z, and of dz·(x - mean). Writes dz unless it
 // is null. Sums of a few rows are added in float64, as torch adds: the gradients of the parameters are small beside their terms.
-template <typename T, Act ACT>
-void add_gradients(const T* dy, const T* x, const T* residual, T* dz, const Block b, const Affine<compute_t<T>> p,
+template <typename T, typename ACT>
+FASTLAYERS_CALLED void add_gradients(ACT act, const T* dy, const T* x, const T* residual, T* dz, const Block b, const Affine<compute_t<T>> p,
                    double* sums, double* products) {
   using A = compute_t<T>;
   const ActParameters<A> parameters = {A(0.01), A(0)};
@@ -250,7 +226,7 @@ void add_gradients(const T* dy, const T* x, const T* residual, T* dz, const Bloc
       const Vector<A> d = part.load(x + e) - mean;
       Vector<A> z = d * scale + bias;
       if (residual != nullptr) z += part.load(residual + e);
-      const Vector<A> g = act_gradient<ACT, A>(part.load(dy + e), z, parameters);
+      const Vector<A> g = act_gradient<A>(act, part.load(dy + e), z, parameters);
       if (dz != nullptr) part.store(dz + e, g);
       sum += part.only(g);
       product += part.only(g) * part.only(d);
@@ -268,15 +244,15 @@ bool keeps_gradient(Act act) {
 }
 
 // dx = dz·scale - level - (x - mean)·slope; without the latter two, of given statistics, where they are null.
-template <typename T, Act ACT>
-void input_gradient(T* dx, const T* dy, const T* x, const Block b, const Affine<compute_t<T>> p,
+template <typename T, typename ACT>
+FASTLAYERS_CALLED void input_gradient(ACT act, T* dx, const T* dy, const T* x, const Block b, const Affine<compute_t<T>> p,
                     const compute_t<T>* level, const compute_t<T>* slope) {
   using A = compute_t<T>;
   const ActParameters<A> parameters = {A(0.01), A(0)};
   for_block<A, 1>(b, [&](int64_t at, int64_t i, const Part<A>& part, int64_t) FASTLAYERS_LANES {
     const int64_t c = p.of(i);
     const Vector<A> d = part.load(x + at) - load<A>(p.mean + c), scale = load<A>(p.scale + c);
-    const Vector<A> g = act_gradient<ACT, A>(part.load(dy + at), d * scale + load<A>(p.bias + c), parameters);
+    const Vector<A> g = act_gradient<A>(act, part.load(dy + at), d * scale + load<A>(p.bias + c), parameters);
     Vector<A> v = g * scale;
     if (level != nullptr) v -= load<A>(level + c) + d * load<A>(slope + c);
     part.store(dx + at, v);
@@ -371,10 +347,24 @@ void repeat_channels(A* values, int64_t channels, const Pieces& p) {
   for (int64_t c = channels; c < p.width; ++c) values[c] = values[c - channels];
 }
 
+// A reference to a function of these arguments, which is called through a pointer: what takes one is compiled once.
+template <typename... Args>
+class Function {
+ public:
+  template <typename F>
+  Function(const F& f) : f_(&f), call_([](const void* of, Args... args) { (*static_cast<const F*>(of))(args...); }) {}
+  void operator()(Args... args) const { call_(f_, args...); }
+
+ private:
+  const void* f_;
+  void (*call_)(const void*, Args...);
+};
+using OfUnit = Function<int64_t>;
+using OfPart = Function<int64_t, int64_t>;
+
 // Calls gather(unit, part) for the parts of each of some units of memory, then finish(unit), then apply(unit, part). Where the units are
 // enough for the threads, each goes through all of it while it is in the cache.
-template <typename Gather, typename Finish, typename Apply>
-void for_units(int64_t units, int64_t gathered, int64_t applied, int64_t elements, Gather&& gather, Finish&& finish, Apply&& apply) {
+void for_units(int64_t units, int64_t gathered, int64_t applied, int64_t elements, OfPart gather, OfUnit finish, OfPart apply) {
   const int64_t threads = torch::stable::get_num_threads();
   if (units % threads == 0 || units >= 4 * threads) {
     torch::stable::parallel_for(0, units, std::max<int64_t>(1, kGrain / elements), [&](int64_t first, int64_t last) {
@@ -386,7 +376,7 @@ void for_units(int64_t units, int64_t gathered, int64_t applied, int64_t element
     });
     return;
   }
-  const auto for_all = [&](int64_t parts, auto& f) {
+  const auto for_all = [&](int64_t parts, OfPart f) {
     if (parts == 0) return;
     const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements / parts));
     torch::stable::parallel_for(0, units * parts, grain, [&](int64_t first, int64_t last) {

@@ -2,7 +2,8 @@
 //
 // build.py compiles such a source for all machines, and on x86-64 twice more, for AVX2 and for AVX-512. Those two are its
 // FASTLAYERS_CPU_VARIANT; the first has FASTLAYERS_CPU_VARIANTS, and when the library is loaded it picks the highest that this machine has.
-// Nothing of the others runs before that. ATEN_CPU_CAPABILITY=default or =avx2 lowers the choice, as it does torch's.
+// Nothing of the others runs before that. ATEN_CPU_CAPABILITY=default or =avx2 lowers the choice, as it does torch's. The first is compiled
+// to be small, since only machines without AVX2 run it. build.py lists what is compiled as one source, hence a namespace for each family.
 #pragma once
 
 #include <cstdlib>

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <sstream>
+#include <stdexcept>
 #include <tuple>
 #include <vector>
 
@@ -36,8 +38,34 @@ constexpr int kMaxDims = 6;       // of a broadcast, after neighbouring dimensio
 using Dims = std::vector<int64_t>;
 using MaybeTensor = std::optional<Tensor>;
 
+// A part of a message: text, a whole number, or another one.
+struct Said {
+  const char* text = nullptr;
+  int64_t whole = 0;
+  double number = 0;
+  Said(const char* t) : text(t) {}
+  Said(double d) : number(d) {}
+  template <typename Whole, typename = std::enable_if_t<std::is_integral_v<Whole>>>
+  Said(Whole n) : whole(static_cast<int64_t>(n)), number(static_cast<double>(n)) {}
+};
+
+// An error that names the op. There is one such function, where STD_TORCH_CHECK has the code of a stream in every place.
+[[noreturn]] __attribute__((noinline, cold)) inline void fail(const char* op, std::initializer_list<Said> message) {
+  std::ostringstream text;
+  text << "fastlayers::" << op << ": ";
+  for (const Said& part : message) {
+    if (part.text != nullptr) text << part.text;
+    else if (part.number == static_cast<double>(part.whole)) text << part.whole;
+    else text << part.number;
+  }
+  throw std::runtime_error(text.str());
+}
+
 // Raises an error that names the op unless the condition holds.
-#define FASTLAYERS_CHECK(condition, op, ...) STD_TORCH_CHECK(condition, "fastlayers::", op, ": ", __VA_ARGS__)
+#define FASTLAYERS_CHECK(condition, op, ...)              \
+  do {                                                    \
+    if (!(condition)) fastlayers::fail(op, {__VA_ARGS__}); \
+  } while (false)
 
 inline bool is_low_precision(ScalarType dtype) { return dtype == ScalarType::Half || dtype == ScalarType::BFloat16; }
 

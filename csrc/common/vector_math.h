@@ -14,7 +14,7 @@ namespace vectors {
 typedef int32_t Ints __attribute__((vector_size(kVectorWidth)));
 
 template <typename F>
-FASTLAYERS_INLINE Doubles lane_by_lane(const Doubles& v, F&& f) {
+FASTLAYERS_CALLED Doubles lane_by_lane(const Doubles& v, F&& f) {
   Doubles result;
   for (int i = 0; i < kLanes<double>; ++i) result[i] = f(v[i]);
   return result;
@@ -38,7 +38,7 @@ FASTLAYERS_INLINE Vector<A> absolute(const Vector<A>& v) { return v < A(0) ? -v 
 
 // exp(v), within 1.1e-7
 template <typename A>
-FASTLAYERS_INLINE Vector<A> exp(const Vector<A>& of) {
+FASTLAYERS_MATH Vector<A> exp(const Vector<A>& of) {
   using namespace vectors;
   if constexpr (std::is_same_v<A, double>) {
     return lane_by_lane(of, [](double d) { return std::exp(d); });
@@ -71,7 +71,7 @@ FASTLAYERS_INLINE Floats exp_of_normal(const Floats& v) {
 
 // exp(v) where results below 2^-126 may be 0 and those above 2^127.5 inf: what is added to 1
 template <typename A>
-FASTLAYERS_INLINE Vector<A> exp_beside_1(const Vector<A>& v) {
+FASTLAYERS_MATH Vector<A> exp_beside_1(const Vector<A>& v) {
   using namespace vectors;
   if constexpr (std::is_same_v<A, double>) {
     return exp<A>(v);
@@ -84,7 +84,7 @@ FASTLAYERS_INLINE Vector<A> exp_beside_1(const Vector<A>& v) {
 
 // The same for v up to 0. FAST: within 6e-6, for results of 16 bits
 template <typename A, bool FAST = false>
-FASTLAYERS_INLINE Vector<A> exp_below_0(const Vector<A>& v) {
+FASTLAYERS_MATH Vector<A> exp_below_0(const Vector<A>& v) {
   using namespace vectors;
   if constexpr (std::is_same_v<A, double>) {
     return exp<A>(v);
@@ -96,7 +96,7 @@ FASTLAYERS_INLINE Vector<A> exp_below_0(const Vector<A>& v) {
 
 // exp(v) - 1, within 2e-7
 template <typename A>
-FASTLAYERS_INLINE Vector<A> expm1(const Vector<A>& v) {
+FASTLAYERS_MATH Vector<A> expm1(const Vector<A>& v) {
   using namespace vectors;
   if constexpr (std::is_same_v<A, double>) {
     return lane_by_lane(v, [](double d) { return std::expm1(d); });
@@ -108,7 +108,7 @@ FASTLAYERS_INLINE Vector<A> expm1(const Vector<A>& v) {
 
 // log(v) for positive normal v, infinity included (Cephes, logf)
 template <typename A>
-FASTLAYERS_INLINE Vector<A> log(const Vector<A>& v) {
+FASTLAYERS_MATH Vector<A> log(const Vector<A>& v) {
   using namespace vectors;
   if constexpr (std::is_same_v<A, double>) {
     return lane_by_lane(v, [](double d) { return std::log(d); });
@@ -134,7 +134,7 @@ FASTLAYERS_INLINE Vector<A> log(const Vector<A>& v) {
 
 // log(1 + v) for v from 0
 template <typename A>
-FASTLAYERS_INLINE Vector<A> log1p(const Vector<A>& v) {
+FASTLAYERS_MATH Vector<A> log1p(const Vector<A>& v) {
   using namespace vectors;
   if constexpr (std::is_same_v<A, double>) {
     return lane_by_lane(v, [](double d) { return std::log1p(d); });
@@ -147,7 +147,7 @@ FASTLAYERS_INLINE Vector<A> log1p(const Vector<A>& v) {
 
 // (exp(2v) - 1) / (exp(2v) + 1), and near 0 a polynomial (Cephes, tanhf)
 template <typename A>
-FASTLAYERS_INLINE Vector<A> tanh(const Vector<A>& v) {
+FASTLAYERS_MATH Vector<A> tanh(const Vector<A>& v) {
   using namespace vectors;
   if constexpr (std::is_same_v<A, double>) {
     return lane_by_lane(v, [](double d) { return std::tanh(d); });
@@ -174,7 +174,7 @@ FASTLAYERS_INLINE Vector<A> gaussian_bell(const Vector<A>& z) { return exp_below
 // tail beyond |z|: P is a fit within 6.4e-8. It keeps the tail, where 1 + erf(z/√2) would cancel. Up to 1, where erf keeps more, the odd
 // polynomial of a fit. FAST: by the tail alone, within 4e-5, for results of 16 bits.
 template <typename A, bool FAST = false>
-FASTLAYERS_INLINE Vector<A> gaussian_cdf(const Vector<A>& z, [[maybe_unused]] const Vector<A>& bell) {
+FASTLAYERS_MATH Vector<A> gaussian_cdf(const Vector<A>& z, [[maybe_unused]] const Vector<A>& bell) {
   using namespace vectors;
   if constexpr (std::is_same_v<A, double>) {
     return lane_by_lane(z, [](double d) { return 0.5 * std::erfc(d * -0.70710678118654752440); });
