@@ -21,6 +21,11 @@ from fastlayers.patching.runtime.checks import rewritten_everywhere
 # Tests are small and run in parallel. Waiting OpenMP threads spin: on shared cores that makes a test ten times slower.
 torch.set_num_threads(1)
 
+# Inductor's cache does not tell instruction sets apart: what it holds for AVX-512 crashes in a process with AVX2.
+CAPABILITY = os.environ.get("ATEN_CPU_CAPABILITY")
+if CAPABILITY is not None:
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor-{CAPABILITY}")))
+
 NO_GPU = not torch.cuda.is_available()
 if NO_GPU:  # torch would keep each seed for a GPU that may come, with a stack trace: 1 ms, and that 30 times in a test.
     torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: None
