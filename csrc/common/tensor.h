@@ -61,11 +61,15 @@ struct Said {
   throw std::runtime_error(text.str());
 }
 
-// Raises an error that names the op unless the condition holds.
+// Raises an error that names the op unless the condition holds. In templates nvcc 13.0 makes one argument of a list of several.
+#ifdef __CUDACC__
+#define FASTLAYERS_CHECK(condition, op, ...) STD_TORCH_CHECK(condition, "fastlayers::", op, ": ", __VA_ARGS__)
+#else
 #define FASTLAYERS_CHECK(condition, op, ...)              \
   do {                                                    \
     if (!(condition)) fastlayers::fail(op, {__VA_ARGS__}); \
   } while (false)
+#endif
 
 inline bool is_low_precision(ScalarType dtype) { return dtype == ScalarType::Half || dtype == ScalarType::BFloat16; }
 
