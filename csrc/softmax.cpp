@@ -75,12 +75,12 @@ FASTLAYERS_CALLED void write_results(T* y, const A* values, int64_t n, A most, A
 // dx = scale·y·(dy - sum(y·dy)), for log_softmax scale·(dy - exp(y)·sum(dy)), and 0 where a boolean mask is False.
 template <typename In, typename Out, bool LOG, typename A = compute_t<In>>
 void backward_row(In* dx, const Out* dy, const Out* y, int64_t n, A scale, const bool* mask, int64_t step) {
-  Vector<A> sums{};
+  Total<A> total;
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     const Vector<A> g = lanes.load(dy + i);
-    sums += LOG ? g : g * lanes.load(y + i);
+    total.add(LOG ? g : g * lanes.load(y + i));
   });
-  const A sum = sum_of<A>(sums);
+  const A sum = total.sum();
   const bool all = mask == nullptr || (step == 0 && *mask), none = mask != nullptr && step == 0 && !*mask;
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     const Vector<A> g = lanes.load(dy + i), p = lanes.load(y + i), zero{};

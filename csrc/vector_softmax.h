@@ -72,24 +72,20 @@ FASTLAYERS_INLINE void last_scores(Vector<A> (&v)[K], int64_t i, int64_t n, Scor
   for (int k = 0; k < K; ++k) v[k] = found[k];
 }
 
-// f(v) for the vectors of n scores, kAtOnce of them or, at the end, half as many; scores(i, lanes) are those from i on.
-constexpr int kAtOnce = 8;
+// f(v) for the vectors of n scores, kAtOnce of them or, at the end, kAtTheEnd; scores(i, lanes) are those from i on.
+constexpr int kAtOnce = 8, kAtTheEnd = 4;
 template <typename A, typename Scores, typename F>
 FASTLAYERS_INLINE void for_scores(int64_t n, Scores&& scores, F&& f) {
   constexpr int L = kLanes<A>;
   int64_t i = 0;
-  for (Vector<A> v[kAtOnce]; n - i > kAtOnce / 2 * L; i += kAtOnce * L) {
-    if (i + kAtOnce * L <= n) {
-      for (int k = 0; k < kAtOnce; ++k) v[k] = scores(i + k * L, All<A>{});
-    } else {
-      last_scores<kAtOnce, A>(v, i, n, scores);
-    }
+  for (Vector<A> v[kAtOnce]; i + kAtOnce * L <= n; i += kAtOnce * L) {
+    for (int k = 0; k < kAtOnce; ++k) v[k] = scores(i + k * L, All<A>{});
     f(v);
   }
-  if (i >= n) return;
-  Vector<A> few[kAtOnce / 2];
-  last_scores<kAtOnce / 2, A>(few, i, n, scores);
-  f(few);
+  for (Vector<A> v[kAtTheEnd]; i < n; i += kAtTheEnd * L) {
+    last_scores<kAtTheEnd, A>(v, i, n, scores);
+    f(v);
+  }
 }
 
 }  // namespace
