@@ -95,6 +95,9 @@ def lora(layer: Any, hidden: Tensor) -> Found | None:
     found = find(layer.base_layer, hidden)
     if found is None or layer.disable_adapters or layer.merged:
         return None if layer.disable_adapters and layer.merged else found  # which it would unmerge
+    dtype = found.head.dtype
+    if dtype is not None and torch.finfo(dtype).eps > torch.finfo(autocast_dtype(hidden) or hidden.dtype).eps:
+        return None  # The products of the adapters would be rounded to it; peft's are not.
     variants = getattr(layer, "lora_variant", None)
     if variants is None:  # an older peft, with DoRA inside of its layers
         return None
