@@ -15,8 +15,11 @@ import pytest
 import torch
 
 from fastlayers import backends
-from fastlayers.patching.rewrite.regions import no_regions
+from fastlayers.patching.rewrite import regions
+from fastlayers.patching.rewrite.entries import no_regions
 from fastlayers.patching.runtime.checks import rewritten_everywhere
+
+regions.RAISE_ERRORS = True
 
 # Tests are small and run in parallel. Waiting OpenMP threads spin: on shared cores that makes a test ten times slower.
 torch.set_num_threads(1)

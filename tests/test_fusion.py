@@ -35,13 +35,15 @@ from fastlayers.ops import glu, reference
 from fastlayers.ops import low_rank as ops
 from fastlayers.ops.activations import BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
-from fastlayers.patching.rewrite import executors, fusable, fusion, specialised, thin_products
+from fastlayers.patching.reasons import PatchWarning, Reason
+from fastlayers.patching.rewrite import executors, fusable, fusion, regions, specialised, thin_products
 from fastlayers.patching.rewrite.absorption import absorbed
+from fastlayers.patching.rewrite.entries import no_regions
 from fastlayers.patching.rewrite.executors import KEYS, Facts, PythonExecutor, excluding
 from fastlayers.patching.rewrite.fusable import rounded_later
 from fastlayers.patching.rewrite.fusion import fused
 from fastlayers.patching.rewrite.lowering import DERIVATIVES, LOWERINGS
-from fastlayers.patching.rewrite.regions import no_regions, region_class
+from fastlayers.patching.rewrite.regions import region_class
 from fastlayers.patching.rewrite.residual_products import with_residual_products
 from fastlayers.patching.rewrite.tape import Operation, Program, Tape, Value, plain_name
 
@@ -1537,10 +1539,22 @@ def test_a_kernel_that_cannot_be_compiled(device, monkeypatch):
     monkeypatch.setattr("fastlayers.patching.rewrite.fusion.compile_together", lambda kernels: kernels[0].compile())
     module = Modulated().to(device)
     module.__class__ = region_class(Modulated, {})
-    for _ in range(3):
+
+    def step():
         module(*(torch.randn(8, 32, device=device, requires_grad=True) for _ in range(2))).sum().backward()
+
+    step()
+    with pytest.raises(regions.RecordingError, match="no compiler"):
+        step()
+    monkeypatch.setattr(regions, "RAISE_ERRORS", False)  # as users have it
+    with pytest.warns(PatchWarning, match="calls of Modulated .* fusing: RuntimeError: no compiler"):
+        step()
+    step()
     (entry,) = entries_of(module)
     assert entry.refusal is None
+    assert fastlayers.patch_report(module).rows[0].left[-1] == (
+        Reason.RECORDING_FAILED, "fusing: RuntimeError: no compiler"
+    )  # fmt: skip
 
 
 class Outer(nn.Module):
@@ -1567,14 +1581,16 @@ def test_what_was_recorded_runs_without_kernels_that_do_not_work(device, outer, 
     monkeypatch.setattr(Kernel, "__call__", call)
     monkeypatch.setattr(executors, "run_generated", lambda kernel, launch, *inputs: call(kernel))
     monkeypatch.setattr("fastlayers.patching.rewrite.regions.executor_class", lambda: PythonExecutor)
+    monkeypatch.setattr(regions, "RAISE_ERRORS", False)  # as users have it
     torch.manual_seed(0)
     module, stock = ((Outer if outer else Modulated)().to(device) for _ in range(2))
     module.load_state_dict(stock.state_dict())
     module.__class__ = region_class(type(stock), {})
-    for _ in range(3):
-        inputs = [torch.randn(8, 32, device=device) for _ in range(2)]
-        for a, b in zip(outcome(module, *inputs), outcome(stock, *inputs), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    with contextlib.nullcontext() if wrong else pytest.warns(PatchWarning, match="out of resources"):
+        for _ in range(3):
+            inputs = [torch.randn(8, 32, device=device) for _ in range(2)]
+            for a, b in zip(outcome(module, *inputs), outcome(stock, *inputs), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     (entry,) = entries_of(module)
     assert launches
     assert (entry.refusal is not None) == outer  # A region of an inner module may have kernels.

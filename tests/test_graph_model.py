@@ -37,7 +37,8 @@ from fastlayers.graphs.words import InWords, concatenated
 from fastlayers.ops.dispatch import needs_operations
 from fastlayers.patching.reasons import PatchError, Reason
 from fastlayers.patching.rewrite.classes import become
-from fastlayers.patching.rewrite.regions import autocast_state, flatten, no_regions
+from fastlayers.patching.rewrite.entries import autocast_state, no_regions
+from fastlayers.patching.rewrite.patterns import flatten
 from fastlayers.patching.rewrite.results import Taken, put_together, take_apart
 
 gpu = needs_gpu

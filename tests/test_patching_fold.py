@@ -35,7 +35,8 @@ from fastlayers.patching import (
     unpatch_model,
 )
 from fastlayers.patching.rewrite import regions
-from fastlayers.patching.rewrite.regions import CALLS, no_regions
+from fastlayers.patching.rewrite.entries import no_regions
+from fastlayers.patching.rewrite.regions import CALLS
 from fastlayers.patching.runtime import convolution, folded_layers
 
 

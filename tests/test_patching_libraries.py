@@ -184,7 +184,7 @@ def test_no_library_is_imported():
 def test_arguments_by_their_former_names(monkeypatch):
     """transformers lets some arguments be given by the names that they had; so do a rewritten forward and a region."""
     deprecation = pytest.importorskip("transformers.utils.deprecation")
-    monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, 1))
+    monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
 
     class Scaled(nn.Module):
         def __init__(self):

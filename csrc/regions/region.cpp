@@ -361,8 +361,9 @@ struct RegionBackward final : autograd::Node {
     TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
     std::vector<bool> asked(num_outputs());
     for (size_t i = 0; i < asked.size(); ++i) asked[i] = task_should_compute_output(i) && region->wanted[i] >= 0;
-    if (must_be_differentiable(grads)) {
-      auto found = differentiate(grads, asked);
+    const bool derived = must_be_differentiable(grads);
+    if (derived || std::any_of(grads.begin(), grads.end(), [](const Tensor& t) { return !t.defined(); })) {
+      auto found = by_python(grads, asked, derived);
       if (!at::GradMode::is_enabled() && !autograd::get_current_graph_task_keep_graph()) release();
       return found;
     }
@@ -388,7 +389,7 @@ struct RegionBackward final : autograd::Node {
     released = true;
   }
 
-  // Whether a graph of the backward is wanted, or gradients are missing or of a kind that the recorded operations do not fit.
+  // Whether a graph of the backward is wanted, or gradients are of a kind that the recorded operations do not fit.
   static bool must_be_differentiable(const autograd::variable_list& grads) {
     constexpr c10::DispatchKeySet wrapped(
         {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
@@ -398,7 +399,7 @@ struct RegionBackward final : autograd::Node {
       return true;
     }
     for (const auto& t : grads) {
-      if (!t.defined() || t.key_set().has_any(wrapped) || autograd::isFwGradDefined(t)) return true;
+      if (t.defined() && (t.key_set().has_any(wrapped) || autograd::isFwGradDefined(t))) return true;
     }
     return false;
   }
@@ -411,8 +412,10 @@ struct RegionBackward final : autograd::Node {
     return copy.copy_(grad);
   }
 
-  autograd::variable_list differentiate(const autograd::variable_list& grads, const std::vector<bool>& asked) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::differentiate", "");
+  // The gradients that are asked for, with a graph if they are `derived`; otherwise some results have no gradient.
+  autograd::variable_list by_python(const autograd::variable_list& grads, const std::vector<bool>& asked, bool derived) {
+    static const auto whole_op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::differentiate", "");
+    static const auto some_op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::some", "");
     Gradients given;
     for (const auto& t : grads) given.push_back(t.defined() ? std::optional<Tensor>(t) : std::nullopt);
     c10::List<bool> needs;
@@ -424,13 +427,20 @@ struct RegionBackward final : autograd::Node {
       whole.set(i, saved[from[i]].unpack(getptr()));  // which tests whether it was written
       expected[i] = whole.get(i)._version();
     }
-    Stack stack{again, whole, expected, given, needs};
+    Stack stack{again, whole, expected};
+    if (!derived) {
+      Tensors kept;
+      for (size_t i = 0; i < region->kept.size(); ++i) kept.push_back(saved[i].unpack(getptr()));
+      stack.emplace_back(std::move(kept));
+    }
+    stack.emplace_back(std::move(given));
+    stack.emplace_back(std::move(needs));
     // Below no mode and no transform: these see the operations of the forward that Python runs again.
-    op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack);
+    (derived ? whole_op : some_op).callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack);
     autograd::variable_list found(asked.size());
     const auto& list = stack[0].toListRef();
     for (size_t i = 0; i < asked.size(); ++i) {
-      if (!list[i].isNone()) found[i] = list[i].toTensor();
+      if (asked[i] && !list[i].isNone()) found[i] = list[i].toTensor();
     }
     return found;
   }
@@ -502,20 +512,6 @@ void call(Stack& stack) {
   stack.emplace_back(tensors_in(registers, region->results));
 }
 
-// record(int region, object again, Tensor[] inputs, Tensor[] results, Tensor[] kept) -> Tensor[]: the results, of a
-// forward that has run.
-void record(Stack& stack) {
-  const auto region = region_at(stack[0]);
-  Registers registers(region->size);
-  for (auto [i, numbers] : {std::pair(3, &region->results), std::pair(4, &region->kept)}) {
-    const auto& tensors = stack[i].toListRef();
-    for (size_t k = 0; k < tensors.size(); ++k) registers[(*numbers)[k]] = tensors[k];
-  }
-  set_history(region, std::move(stack[1]), std::move(stack[2]).toTensorList(), registers);
-  stack.clear();
-  stack.emplace_back(tensors_in(registers, region->results));
-}
-
 // kernel(int region, bool of_backward, object function, int[] taken, int[] made, Launch? launched)
 void kernel(Stack& stack) {
   region_at(stack[0])->add_kernel(
@@ -567,10 +563,6 @@ TORCH_LIBRARY_FRAGMENT(fastlayers_regions, m) {
   define(
       "fastlayers_regions::call", {{"region", integer}, {"again", object}, {"inputs", tensors}}, tensors, call);
   define(
-      "fastlayers_regions::record",
-      {{"region", integer}, {"again", object}, {"inputs", tensors}, {"results", tensors}, {"kept", tensors}}, tensors,
-      record);
-  define(
       "fastlayers_regions::kernel",
       {{"region", integer}, {"of_backward", truth}, {"function", object}, {"taken", integers}, {"made", integers},
        {"launched", c10::OptionalType::create(c10::getCustomClassType<c10::intrusive_ptr<Launch>>())}},
@@ -581,6 +573,11 @@ TORCH_LIBRARY_FRAGMENT(fastlayers_regions, m) {
   m.def(c10::FunctionSchema(
       "fastlayers_regions::differentiate", "",
       {{"again", object}, {"inputs", tensors}, {"versions", integers}, {"grads", gradients},
+       {"needs", c10::ListType::ofBools()}},
+      {{"", gradients}}));
+  m.def(c10::FunctionSchema(
+      "fastlayers_regions::some", "",
+      {{"again", object}, {"inputs", tensors}, {"versions", integers}, {"kept", tensors}, {"grads", gradients},
        {"needs", c10::ListType::ofBools()}},
       {{"", gradients}}));
   m.def(c10::FunctionSchema(

@@ -19,7 +19,8 @@ from fastlayers.graphs.state import State, UncapturedError, begun_collectives
 from fastlayers.graphs.words import InWords
 from fastlayers.ops.dispatch import PLAIN
 from fastlayers.ops.dtensor import Whole, differentiable_shard_of, memory_of, shard_of
-from fastlayers.patching.rewrite.regions import Flat, autocast_as, autocast_state, drawing, random_state, unflatten
+from fastlayers.patching.rewrite.entries import autocast_as, autocast_state, drawing, random_state
+from fastlayers.patching.rewrite.patterns import Flat, unflatten
 from fastlayers.patching.rewrite.results import OpaqueError, Taken, put_together, take_apart, tensors_in
 
 __all__ = ["COMMUNICATES", "Capture", "capturing"]

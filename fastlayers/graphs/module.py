@@ -17,8 +17,9 @@ from fastlayers.graphs.state import Counter, Generators, State, UncapturedError,
 from fastlayers.patching.capture.syntax import containers_in, contents, same_items
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import become, check_subclassing, is_sharded, seal
+from fastlayers.patching.rewrite.entries import random_state
+from fastlayers.patching.rewrite.patterns import NONE, flatten
 from fastlayers.patching.rewrite.plan import refuse_kind
-from fastlayers.patching.rewrite.regions import NONE, flatten, random_state
 from fastlayers.patching.rewrite.results import OpaqueError, Taken, put_together, take_apart
 from fastlayers.patching.runtime.checks import original_class
 

@@ -23,6 +23,7 @@ from fastlayers.patching.rewrite.plan import (
     swap,
     warn_of_stuck,
 )
+from fastlayers.patching.rewrite.regions import errors_of
 from fastlayers.patching.runtime.checks import original_class
 from fastlayers.patching.runtime.folded_layers import forget
 
@@ -141,7 +142,9 @@ def patch_report(model: nn.Module, *, example_inputs: Any = None, details: bool 
     rows = []
     for step in plan.steps:
         pending = step.row.became is not None and not stays_patched(step.module)
-        rows.append(left_alone(step.row, Refusal(Reason.NOT_SELECTED)) if pending else step.row)
+        row = left_alone(step.row, Refusal(Reason.NOT_SELECTED)) if pending else step.row
+        failed = tuple((Reason.RECORDING_FAILED, error) for error in errors_of(step.module))
+        rows.append(replace(row, left=(*row.left, *failed)))
     report = PatchReport(tuple(rows), plan.report.model, details=details)
     return report if example_inputs is None else with_bytes(report, model, example_inputs)
 

@@ -136,13 +136,23 @@ def regions_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set
     regions.forget_all()
     for _ in range(regions.CALLS):
         run(model, args, kwargs)
-    code = regions.Region.run
+    call, code, called = regions.Region.__call__, regions.Region.run, []
 
-    def watched(region: Any, entry: Any, module: Any, *rest: Any) -> Any:
-        found.add(module)
-        return code(region, entry, module, *rest)
+    def watched_call(region: Any, module: Any, *rest: Any) -> Any:
+        called.append(module)
+        try:
+            return call(region, module, *rest)
+        finally:
+            called.pop()
 
-    with mock.patch.object(regions.Region, "run", watched):
+    def watched(region: Any, *rest: Any) -> Any:
+        found.add(called[-1])
+        return code(region, *rest)
+
+    with (
+        mock.patch.object(regions.Region, "__call__", watched_call),
+        mock.patch.object(regions.Region, "run", watched),
+    ):
         run(model, args, kwargs)
     return found
 

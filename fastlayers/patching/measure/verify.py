@@ -23,8 +23,8 @@ from fastlayers.patching.measure.watch import MODULE_CALL, watching
 from fastlayers.patching.reasons import PatchWarning
 from fastlayers.patching.report import Report
 from fastlayers.patching.rewrite.classes import working
+from fastlayers.patching.rewrite.entries import no_regions
 from fastlayers.patching.rewrite.plan import unpatched
-from fastlayers.patching.rewrite.regions import no_regions
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 from fastlayers.patching.runtime.lazy import LATE, LazyTensor
 from fastlayers.tables import Table

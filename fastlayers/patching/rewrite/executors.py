@@ -52,7 +52,7 @@ _retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_
 
 
 class Again(Protocol):
-    """What the derivative of a backward needs to run the forward again."""
+    """What a call keeps for the backwards that its program does not give."""
 
     def differentiate(self, given: Given, grads: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of the inputs that need one, with a graph of their own where that is asked for.
@@ -60,6 +60,11 @@ class Again(Protocol):
         Of results without a gradient nothing is computed, as autograd does: zeros would let weights decay, and 0 times
         infinity is NaN.
         """
+
+    def some(
+        self, given: Given, kept: list[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """The same where some of the results have no gradient, from what the program ``kept``; without a graph."""
 
 
 class Facts(NamedTuple):
@@ -130,10 +135,10 @@ class PythonExecutor:
             torch.autograd.graph.increment_version(inputs[i])
         return results
 
-    def record(self, again: Again, inputs: Tensors, first: Any) -> Sequence[Tensor]:
-        """The results of a call that autograd records. ``first`` is the outcome of the forward if it has run."""
+    def record(self, again: Again, inputs: Tensors) -> Sequence[Tensor]:
+        """The results of a call that autograd records."""
         wanted = self.facts.wanted
-        results = _record(self, first, again, Given(*inputs), inputs[wanted:], *inputs[:wanted])
+        results = _record(self, again, Given(*inputs), inputs[wanted:], *inputs[:wanted])
         return results if type(results) is tuple else (results,)
 
 
@@ -142,18 +147,13 @@ class Node(torch.autograd.Function):
     for the derivative of its backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, executor: PythonExecutor, first: Any, again: Again, given: Given, rest: Tensors, *inputs: Tensor
-    ) -> Any:
-        if first is None:
-            with excluding(KEYS):
-                results, kept = executor.forward(*inputs, *rest)
-            for i in executor.facts.written:
-                t: Any = given.parameters[i]
-                torch.autograd.graph.increment_version(t)
-                given.versions[i] = t._version
-        else:
-            results, kept = first
+    def forward(ctx: Any, executor: PythonExecutor, again: Again, given: Given, rest: Tensors, *inputs: Tensor) -> Any:
+        with excluding(KEYS):
+            results, kept = executor.forward(*inputs, *rest)
+        for i in executor.facts.written:
+            t: Any = given.parameters[i]
+            torch.autograd.graph.increment_version(t)
+            given.versions[i] = t._version
         ctx.set_materialize_grads(False)
         ctx.kept, ctx.made = len(kept), ()
         if dispatch.hooks_decide_what_is_kept():  # A checkpoint does not keep what it computes again.
@@ -169,19 +169,24 @@ class Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         facts = ctx.executor.facts
         active = tuple(grads[i] for i in facts.active)
-        if any(dy is None or dispatch.needs_double_backward(dy) for dy in active):
+        derived = torch.is_grad_enabled() or any(dy is not None and dispatch.needs_double_backward(dy) for dy in active)
+        if derived or None in active:
             if ctx.given is None:
                 raise RuntimeError(
                     "Trying to backward through the graph a second time: the inputs of a patched forward were freed. "
                     "Specify retain_graph=True in the first backward"
                 )
             ctx.given.remember(ctx.made, ctx.saved_tensors[ctx.kept :])
-            found = ctx.again.differentiate(ctx.given, active, ctx.needs_input_grad[5:])
+            needs = ctx.needs_input_grad[4:]
+            if derived:
+                found = ctx.again.differentiate(ctx.given, active, needs)
+            else:
+                found = ctx.again.some(ctx.given, list(ctx.saved_tensors[: ctx.kept]), active, needs)
             ctx.given.forget(ctx.made)
             if not (torch.is_grad_enabled() or _retains_graph()):
                 ctx.maybe_clear_saved_tensors()
                 ctx.given = None
-            return *(None,) * 5, *found
+            return *(None,) * 4, *found
         dys = tuple(
             dy if dy.stride() == strides else dispatch.with_strides(dy, strides)
             for dy, strides in zip(active, facts.strides, strict=True)
@@ -191,7 +196,7 @@ class Node(torch.autograd.Function):
         if not _retains_graph():
             ctx.given = None  # A loss that outlives its backward would hold the inputs of all regions.
         with excluding(KEYS):
-            return *(None,) * 5, *ctx.executor.backward(dys, kept)
+            return *(None,) * 4, *ctx.executor.backward(dys, kept)
 
 
 _record = dispatch.record_of(Node)
@@ -315,10 +320,8 @@ class NativeExecutor:
     def call(self, inputs: Tensors) -> Sequence[Tensor]:
         return _native.call(self._address, None, inputs)  # type: ignore[no-any-return, union-attr]
 
-    def record(self, again: Again, inputs: Tensors, first: Any) -> Sequence[Tensor]:
-        if first is None:
-            return _native.call(self._address, again, inputs)  # type: ignore[no-any-return, union-attr]
-        return _native.record(self._address, again, inputs, *first)  # type: ignore[no-any-return, union-attr]
+    def record(self, again: Again, inputs: Tensors) -> Sequence[Tensor]:
+        return _native.call(self._address, again, inputs)  # type: ignore[no-any-return, union-attr]
 
 
 #: What runs a program.
@@ -384,16 +387,31 @@ def differentiate(
     again: Again, inputs: list[Tensor], versions: list[int], grads: list[Tensor | None], needs: list[bool]
 ) -> list[Tensor | None]:
     """:meth:`Again.differentiate` for C++."""
+    return again.differentiate(given_at(inputs, versions), grads, needs)
+
+
+def some(
+    again: Again,
+    inputs: list[Tensor],
+    versions: list[int],
+    kept: list[Tensor],
+    grads: list[Tensor | None],
+    needs: list[bool],
+) -> list[Tensor | None]:
+    """:meth:`Again.some` for C++."""
+    return list(again.some(given_at(inputs, versions), kept, grads, needs))
+
+
+def given_at(inputs: list[Tensor], versions: list[int]) -> Given:
     given = Given(*inputs)
     given.versions = versions
-    return again.differentiate(given, grads, needs)
+    return given
 
 
 class _Native(NamedTuple):
     """The operators of ``csrc/regions`` that take an object of Python."""
 
     call: Callable[..., list[Tensor]]
-    record: Callable[..., list[Tensor]]
     kernel: Callable[..., None]
 
 
@@ -413,6 +431,7 @@ def _load() -> str | None:
         return f"the C++ library does not load: {error}"
     definitions = torch.library.Library("fastlayers_regions", "FRAGMENT")
     definitions.impl("differentiate", differentiate, "CompositeImplicitAutograd")
+    definitions.impl("some", some, "CompositeImplicitAutograd")
     definitions.impl("run_kernel", lambda kernel, tensors: kernel(tensors), "CompositeImplicitAutograd")
     _definitions.append(definitions)
     return None

@@ -63,6 +63,7 @@ class Reader:
         #: For each tensor the expressions of its owners, and the names there; none for a folded weight.
         self.places = [*map(places, held.values()), *([] for _ in (*pairs, *pairs))]
         self._namespace = reads.namespace
+        self._expressions = [*reads.values]
         for owner, name in (found for every in self.places for found in every):
             if not isinstance(self._owner(owner, module), dict | list):
                 raise Refusal(Reason.READS_STATE, f"the tensor {name!r} of {owner}")
@@ -75,6 +76,22 @@ class Reader:
             return eval(expression, {**self._namespace, "self": module})
         except AttributeError:  # a closure
             return None
+
+    def check(self, module: nn.Module, values: tuple[Any, ...]) -> None:
+        """Test that a forward would read what it read before.
+
+        Raises:
+            RuntimeError: it would not.
+        """
+        try:
+            found = self.read(module)
+        except (AttributeError, KeyError, IndexError):
+            found = None
+        if found is None:
+            raise changed("something that it calls was replaced, or has hooks now")
+        for expression, old, new in zip(self._expressions, values, found[0], strict=True):
+            if not (old is new or old == new):
+                raise changed(f"{readable(expression)} was {old!r} and is {new!r} now")
 
     @contextmanager
     def replaced(self, module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -90,6 +107,18 @@ class Reader:
         finally:
             for owner, name, t in before:
                 owner[name] = t
+
+
+def changed(what: str) -> RuntimeError:
+    return RuntimeError(
+        "to differentiate the backward of a patched forward, the forward has to run again as it did, and meanwhile "
+        f"{what}. Differentiate before the change, or call fastlayers.unpatch_model(model) before the forward"
+    )
+
+
+def readable(expression: str) -> str:
+    """An expression as a user would write it."""
+    return re.sub(r"\._(?:modules|parameters|buffers)\['([^'\\]*)'\]", r".\1", expression)
 
 
 def folded_pairs(called: Collection[Any]) -> list[tuple[Any, Any]]:

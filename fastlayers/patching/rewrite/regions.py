@@ -10,16 +10,17 @@ operations. Where the guard fails, the forward runs as it did: rewritten, with i
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
 import threading
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple, TypeAlias
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +31,21 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from fastlayers import backends
 from fastlayers.ops import dispatch
-from fastlayers.ops.autocast import Given
 from fastlayers.patching.capture.reads import load_fake_tensors, read_by
 from fastlayers.patching.capture.rebuild import arguments_source
 from fastlayers.patching.libraries.adapters import adapters, decorated, takes_former_names, undecorated
-from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.reasons import PatchWarning, Reason, Refusal
 from fastlayers.patching.rewrite.classes import seal
+from fastlayers.patching.rewrite.entries import (
+    NO_AUTOCAST,
+    Again,
+    Entry,
+    autocast_as,
+    no_regions,
+    op_by_op,
+    random_state,
+    restore_random_state,
+)
 from fastlayers.patching.rewrite.executors import (
     KEYS,
     Executor,
@@ -47,27 +57,23 @@ from fastlayers.patching.rewrite.executors import (
     items,
 )
 from fastlayers.patching.rewrite.generate import signature_source
+from fastlayers.patching.rewrite.partial_backward import geometries
+from fastlayers.patching.rewrite.patterns import (
+    LEAVES,
+    NESTED,
+    NONE,
+    Flat,
+    flatten,
+    unflatten,
+    without_repeats,
+)
 from fastlayers.patching.rewrite.readers import Reader
 from fastlayers.patching.rewrite.results import OpaqueError, Place, Taken, put_together, take_apart
-from fastlayers.patching.rewrite.tape import Tape, plain_name, storage
+from fastlayers.patching.rewrite.stand_ins import stand_in
+from fastlayers.patching.rewrite.tape import Tape, depends_on, plain_name, storage
 from fastlayers.patching.runtime.checks import check_defaults, original_class
 
-__all__ = [
-    "FEW_MODULES",
-    "NONE",
-    "Flat",
-    "Region",
-    "attentions",
-    "autocast_as",
-    "autocast_state",
-    "drawing",
-    "flatten",
-    "no_regions",
-    "random_state",
-    "region_class",
-    "size_of",
-    "unflatten",
-]
+__all__ = ["FEW_MODULES", "Region", "attentions", "errors_of", "region_class", "size_of"]
 
 #: Calls of one module with the same signature, of which the last is recorded: what is seen once may not come again, and
 #: a recording takes the time of some 100 calls.
@@ -106,13 +112,10 @@ _saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tens
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-class _Thread(threading.local):
-    """Whether the forwards of this thread run op by op: inside of a recording, or since someone asked for it."""
+#: Whether an error of a pass is raised, as the tests want it. For a user the call runs without the pass.
+RAISE_ERRORS = False
 
-    op_by_op = False
-
-
-_thread = _Thread()
+logger = logging.getLogger(__name__)
 _lock = threading.RLock()
 _regions: WeakSet[Region] = WeakSet()
 
@@ -130,73 +133,6 @@ BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 EACH: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*{}", inspect.Parameter.VAR_KEYWORD: "*{}.values()"}
 
 
-#: What stands for a tensor in the pattern of a call.
-TENSOR = Tensor
-#: What stands for None, which would say that there is no pattern.
-NONE = (type(None),)
-#: Types of arguments that patterns contain besides tensors and values.
-NESTED = frozenset({tuple, list, dict, type(None)})
-#: Types of arguments that are compared by value.
-LEAVES = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.memory_format})
-
-
-# -- one signature ----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Entry:
-    """What a call with one signature does.
-
-    Attributes:
-        tensors: the guard on the given tensors and on those that the forward reads.
-        state: the guard on the modes and flags of torch.
-        autocast: what is cast, and to which dtype, by the type of a device.
-        attentions: which attentions torch may choose; None if it chooses none.
-        refusal: why such calls run op by op; None if there is code for them.
-        order: brings the inputs into the order of the code, those that need a gradient first.
-        facts: what the code has to know about a call.
-        code: what runs such calls.
-        parts: the result, taken apart, of the inputs and the results of the code; None if it is the only one of these.
-        constants: further inputs, the same in every call.
-        changed: the places of buffers that the code changes.
-        draws: whether the code draws random numbers.
-        apart: modules by their id that run op by op, since some result of theirs got no gradient: the recorded backward
-            takes all of them.
-    """
-
-    tensors: Any
-    state: Any
-    autocast: Autocast
-    attentions: tuple[bool, ...] | None = None
-    refusal: Refusal | None = None
-    order: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple
-    facts: Facts = field(default_factory=Facts)
-    code: Executor | None = None
-    parts: Any = None
-    constants: tuple[Tensor, ...] = ()
-    changed: tuple[int, ...] = ()
-    draws: bool = False
-    apart: set[int] = field(default_factory=set)
-
-
-#: For each type of device whether operations cast, and to which dtype.
-Autocast: TypeAlias = Mapping[str, tuple[bool, torch.dtype | None]]
-NO_AUTOCAST: Autocast = {"cpu": (False, None), "cuda": (False, None)}
-
-
-def autocast_state() -> Autocast:
-    return {device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in NO_AUTOCAST}
-
-
-@contextmanager
-def autocast_as(state: Autocast) -> Iterator[None]:
-    """Cast as this state says, whatever is cast outside."""
-    with ExitStack() as stack:
-        for device, (enabled, dtype) in state.items():
-            stack.enter_context(torch.autocast(device, dtype, enabled))
-        yield
-
-
 def attentions() -> tuple[bool, ...]:
     """Which attentions torch may choose."""
     return (
@@ -205,135 +141,14 @@ def attentions() -> tuple[bool, ...]:
     )  # fmt: skip
 
 
-def flatten(value: Any, tensors: list[Tensor]) -> Any:
-    """A nested value with a marker in place of each tensor, all of them hashable; None if it holds anything else."""
-    kind = type(value)
-    if kind in dispatch.PLAIN:
-        tensors.append(value)
-        return TENSOR
-    if kind is tuple or kind is list:
-        parts = []
-        for item in value:
-            part = flatten(item, tensors) if item is not None else NONE
-            if part is None:
-                return None
-            parts.append(part)
-        return (kind, *parts)
-    if kind is dict:
-        part = flatten(tuple(value.values()), tensors)
-        return None if part is None else (dict, tuple(value), part)
-    return (kind, value) if kind in LEAVES else None
-
-
-class Repeat(NamedTuple):
-    """What stands for a tensor that is in a call before, by its number."""
-
-    number: int
-
-
-def without_repeats(pattern: Any, given: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-    """The pattern of a call, and its tensors, each once: ``attention(x, x, x)`` has one tensor."""
-    numbers: dict[int, int] = {}
-    every, once = iter(given), list[Tensor]()
-
-    def walk(part: Any) -> Any:
-        if part is TENSOR:
-            t = next(every)
-            if id(t) in numbers:
-                return Repeat(numbers[id(t)])
-            numbers[id(t)] = len(once)
-            once.append(t)
-            return TENSOR
-        return tuple(map(walk, part)) if type(part) is tuple and part is not NONE else part
-
-    return walk(pattern), once
-
-
 def size_of(module: nn.Module) -> int:
     """The number of modules in it, and itself, without those that only hold others: each layer with an adapter of peft
     has six."""
     return sum(not isinstance(each, CONTAINERS) for each in module.modules())
 
 
-class Flat:
-    """The tensors of a call, in their order, for :func:`unflatten`."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors, self.taken = tensors, 0
-
-
-def unflatten(pattern: Any, flat: Flat) -> Any:
-    """The value of which :func:`flatten` made a pattern, with other tensors."""
-    if pattern is TENSOR:
-        flat.taken += 1
-        return flat.tensors[flat.taken - 1]
-    if type(pattern) is Repeat:
-        return flat.tensors[pattern.number]
-    if pattern is NONE:
-        return None
-    kind, *parts = pattern
-    if kind is dict:
-        return dict(zip(parts[0], unflatten(parts[1], flat), strict=True))
-    if kind in (tuple, list):
-        return kind(unflatten(part, flat) for part in parts)
-    return parts[0]
-
-
-class Again(NamedTuple):
-    """What the derivative of a backward needs to run the forward again."""
-
-    entry: Entry
-    region: Region
-    module: ReferenceType[nn.Module]  # A module that keeps its result would be kept by it.
-    reader: Reader
-    pattern: Any
-    random: list[Tensor] | None
-
-    def differentiate(self, given: Given, grads: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients of a region's inputs with a graph of their own: its forward runs again, op by op."""
-        ordered: Any = given.unchanged()
-        places = self.entry.order(range(len(ordered)))  # type: ignore[arg-type]
-        inputs = [t for _, t in sorted(zip(places, ordered, strict=True), key=operator.itemgetter(0))]
-        del inputs[len(inputs) - len(self.entry.constants) :]
-        module = self.module()
-        if module is None:
-            raise RuntimeError("to differentiate the backward of a patched forward takes its module, which was deleted")
-        if any(dy is None for dy in grads):
-            self.entry.apart.add(id(module))
-        wants_graph = torch.is_grad_enabled()
-        with torch.enable_grad():
-            # Of aliases: an argument may itself depend on another one. What is written is a copy.
-            aliases = [t.clone() if i in self.entry.changed else t.view_as(t) for i, t in enumerate(inputs)]
-            count = len(inputs) - len(self.reader.places)
-            flat = Flat(aliases[:count])
-            args, kwargs = (unflatten(part, flat) for part in self.pattern)
-            with (
-                autocast_as(self.entry.autocast),  # The backward may be outside of it.
-                drawing(self.random, inputs),
-                self.reader.replaced(module, aliases[count:]),
-                no_regions(),
-            ):
-                out = self.region.present.forward(module, *args, **(kwargs or {}))
-        tensors = Taken(aliases)
-        take_apart(out, tensors)
-        every = [tensors[len(aliases) + i] for i in self.entry.facts.active]
-        results = [t for t, dy in zip(every, grads, strict=True) if dy is not None]
-        ordered = self.entry.order((*aliases, *self.entry.constants))
-        wanted = [t for t, needed in zip(ordered, needs, strict=False) if needed]
-        dys = [dy for dy in grads if dy is not None]
-        gradients = torch.autograd.grad(results, wanted, dys, create_graph=wants_graph, allow_unused=True)
-        found = iter(gradients)
-        return [next(found) if needed else None for needed in needs]
-
-
-@contextmanager
-def no_regions() -> Iterator[None]:
-    """Let forwards run op by op, in this thread."""
-    before, _thread.op_by_op = _thread.op_by_op, True
-    try:
-        yield
-    finally:
-        _thread.op_by_op = before
+class RecordingError(Exception):
+    """An error of fastlayers while a call was recorded, which only the tests raise."""
 
 
 # -- the region -------------------------------------------------------------------------------------------------------
@@ -363,6 +178,8 @@ class Region:
         #: Whether calls without and with grad mode run op by op, since no region could be made for the first ones.
         self.off = [False, infers_only]
         self._failures = [0, 0]
+        #: What failed when a call was recorded, each once.
+        self.errors: list[str] = []
         _regions.add(self)
 
     def forget(self) -> None:
@@ -373,10 +190,11 @@ class Region:
         self.asked.clear()
         self.off[:] = False, self.infers_only
         self._failures[:] = 0, 0
+        self.errors.clear()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (
-            _thread.op_by_op
+            op_by_op()
             or dispatch.needs_operations()
             or _function_modes()
             or _transforms_active()
@@ -408,12 +226,14 @@ class Region:
                         and entry.state.check()
                         and entry.attentions in (None, attentions())
                     ):
-                        if entry.apart and id(module) in entry.apart:
-                            return self.present.forward(module, *args, **kwargs)
                         if entry.refusal is not None:
                             self.failed()
                             return self.present.forward(module, *args, **kwargs)
-                        return self.run(entry, module, reader, (args, kwargs), pattern, (*given, *tensors), None)
+                        # A checkpoint compares what a forward keeps with what it keeps when it runs again.
+                        if (entry.differentiated or entry.apart) and _saved_tensors_hooks(True) is None:
+                            with no_regions():
+                                return self.present.forward(module, *args, **kwargs)
+                        return self.run(entry, (args, kwargs), (*given, *tensors))
         except TypeError:  # what was read cannot be compared any more
             return self.present.forward(module, *args, **kwargs)
         if not self.comes_again(module, (pattern, shape)):
@@ -430,26 +250,16 @@ class Region:
         enough = self.seen[seen] >= CALLS or _saved_tensors_hooks(True) is not None
         return enough and self.asked.get(module, 0) < MAX_RECORDINGS
 
-    def run(
-        self,
-        entry: Entry,
-        module: nn.Module,
-        reader: Reader,
-        arguments: tuple[Any, ...],
-        pattern: Any,
-        inputs: tuple[Tensor, ...],
-        first: Any,
-    ) -> Any:
-        """The result of a call. ``first`` are the results and what is kept of a call that was just recorded."""
+    def run(self, entry: Entry, arguments: tuple[Any, ...], inputs: tuple[Tensor, ...]) -> Any:
+        """The result of a call."""
         ordered, code = entry.order((*inputs, *entry.constants)), entry.code
         assert code is not None
         if entry.facts.wanted:
             random = random_state(inputs) if entry.draws else None
-            if first is not None:
-                *first, random = first
-            results = code.record(Again(entry, self, ref(module), reader, pattern, random), ordered, first)
+            old = tuple(inputs[i].detach().clone() for i in entry.read)
+            results = code.record(Again(entry, random, old), ordered)
         else:
-            results = code.call(ordered) if first is None else first[0]
+            results = code.call(ordered)
         return results[0] if entry.parts is None else put_together(entry.parts, (*inputs, *results), arguments)
 
     def failed(self) -> None:
@@ -479,13 +289,27 @@ class Region:
         if found is None:  # Smaller regions inside of this one may apply.
             self.failed()
             return self.present.forward(module, *args, **kwargs)
-        entry, reader, inputs, first = found
-        return self.run(entry, module, reader, (args, kwargs), pattern, inputs, first)
+        entry, inputs = found
+        if _saved_tensors_hooks(True) is not None:
+            return self.run(entry, (args, kwargs), inputs)
+        with no_regions():
+            out = self.present.forward(module, *args, **kwargs)
+        taken = Taken(inputs, (args, kwargs))
+        parts = take_apart(out, taken)
+        results = taken[len(inputs) :]
+        for t in results:
+            if t.grad_fn is not None:
+                t.grad_fn.register_prehook(partial(note_derivative, entry))
+        # Regions that follow are recorded for the strides that these have from now on.
+        if any(t.stride() != strides for t, strides in zip(results, entry.strides, strict=False)):
+            results = [dispatch.with_strides(t, s) for t, s in zip(results, entry.strides, strict=True)]
+            return put_together(parts, (*inputs, *results), (args, kwargs))
+        return out
 
     def prepared(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], pattern: Any
-    ) -> tuple[Entry, Reader, tuple[Tensor, ...], Any] | None:
-        """A new entry for such calls, and the outcome of this one; None if there can be none."""
+    ) -> tuple[Entry, tuple[Tensor, ...]] | None:
+        """A new entry for such calls, and what this one is given and reads; None if there can be none."""
         if pattern in self.refused:
             return None
         self.asked[module] = self.asked.get(module, 0) + 1
@@ -509,26 +333,21 @@ class Region:
             self.readers.append(reader)
         inputs = (*given, *tensors)
         guard = TensorGuards(*inputs, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        entry, outcome = Entry(guard, GlobalStateGuard(), autocast_state()), None
+        entry = Entry(guard, GlobalStateGuard(), reader, values, pattern, len(given), self.present.forward)
         try:
-            outcome = self.record(entry, module, pattern, given, tensors, reader.folds)
+            self.record(entry, module, inputs)
         except Refusal as refusal:
             entry.refusal = remembered(refusal)
         entries.append(entry)  # Complete: another thread may run it from now on.
-        return None if outcome is None else (entry, reader, inputs, outcome)
+        return None if entry.refusal is not None else (entry, inputs)
 
-    def record(
-        self,
-        entry: Entry,
-        module: nn.Module,
-        pattern: Any,
-        given: list[Tensor],
-        tensors: tuple[Tensor, ...],
-        folds: int,
-    ) -> tuple[Any, ...]:
-        """Complete an entry from one run; returns the results, what is kept, and the random state before. ``folds`` is
-        the number of folded norms, which are operations of torch, too."""
-        real = (*given, *tensors)
+    def record(self, entry: Entry, module: nn.Module, real: tuple[Tensor, ...]) -> None:
+        """Complete an entry from one run, which leaves everything as it was before.
+
+        Raises:
+            Refusal: such calls cannot be a region.
+        """
+        tensors = real[entry.count :]
         if not all(type(t) in dispatch.PLAIN and t.device.type in ("cpu", "cuda") for t in real):
             raise Refusal(Reason.READS_STATE, "a tensor of another type, or on another device")
         if any(t._backward_hooks for t in tensors):  # The gradients of a recording are none.
@@ -537,65 +356,80 @@ class Region:
         random, before = random_state(real), [t.clone() for t in state]
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # A cast that was made before would be a tensor from outside.
-        try:
-            recorded, grads, gradients, (plain, *generated), rounding = self.recorded(
-                entry, module, pattern, real, len(given), folds
-            )
-            inputs = (*real, *entry.constants)
-            changed = {id(t) for t, old in zip(state, before, strict=True) if not torch.equal(t, old)}
-            written = [entry.order(range(len(inputs)))[i] for i in entry.facts.written]  # type: ignore[arg-type]
-            entry.changed = tuple(i for i, t in enumerate(real) if id(t) in changed or i in written)
-            entry.draws = any(not torch.equal(a, b) for a, b in zip(random, random_state(real), strict=True))
 
-            def agrees(code: Executor) -> tuple[Any, ...] | None:
-                """The results and what is kept of this code, run from where it began; None if it gives others."""
-                with torch.no_grad(), excluding(KEYS):
-                    for t, old in zip(state, before, strict=True):
-                        if id(t) in changed:
-                            t.copy_(old)
-                    restore_random_state(random, real)
-                    results, kept = code.forward(*entry.order(inputs))
-                    found = in_backward(partial(code.backward, grads, list(kept)), grads[0].device) if grads else ()
-                same = agree(results, recorded, rounding)
-                same &= agree(found, gradients if grads else (), rounding, grads, kinks=code is not plain)
-                return (results, kept) if same else None
-
-            # A kernel that the tape cannot see would be missing. Generated kernels are loaded here, which a capture
-            # could not do.
-            entry.code, run = plain, agrees(plain)
-            if run is not None and generated:
-                run = None
-                with suppress(Exception):
-                    run = agrees(*generated)
-                if run is not None:
-                    (entry.code,) = generated
-                elif any([*child.children()] for child in module.children()):
-                    raise Refusal(Reason.TRACE_FAILED, "its generated kernels give something else")
-                else:
-                    run = agrees(plain)
-            if run is None:
-                raise Refusal(Reason.UNKNOWN_CALL, "a kernel that is no operation of torch")
-            # Results and what is kept are of one run: a backward may ask where a result is the largest of these.
-            return *run, random if entry.draws else None
-        except Exception as error:
+        def restore() -> None:
             with torch.no_grad():
                 for t, old in zip(state, before, strict=True):
                     if not torch.equal(t, old):
-                        t.copy_(old)
+                        t.data.copy_(old)  # Graphs made before may have kept it: its version stays.
             restore_random_state(random, real)
-            if isinstance(error, Refusal):
-                raise
+
+        try:
+            entry.stand_in = stand_in(module)
+            recorded, grads, gradients, generated, rounding, depends = self.recorded(entry, module, real)
+            inputs = (*real, *entry.constants)
+            changed = {id(t) for t, old in zip(state, before, strict=True) if not torch.equal(t, old)}
+            written = [entry.order(range(len(inputs)))[i] for i in entry.facts.written]
+            entry.changed = tuple(i for i, t in enumerate(real) if id(t) in changed or i in written)
+            entry.read = tuple(i for i in entry.changed if i in depends) if entry.facts.wanted else ()
+            entry.draws = any(not torch.equal(a, b) for a, b in zip(random, random_state(real), strict=True))
+
+            def agrees(code: Executor) -> bool:
+                """Whether this code, run from where the recording began, gives what that gave."""
+                restore()
+                with torch.no_grad(), excluding(KEYS):
+                    results, kept = code.forward(*entry.order(inputs))
+                    found = in_backward(partial(code.backward, grads, list(kept)), grads[0].device) if grads else ()
+                same = agree(results, recorded, rounding)
+                return same & agree(found, gradients if grads else (), rounding, grads, kinks=code is not entry.plain)
+
+            # A kernel that the tape cannot see would be missing. Generated kernels are loaded here, which a capture
+            # could not do.
+            assert entry.plain is not None
+            if not agrees(entry.plain):
+                raise Refusal(Reason.UNKNOWN_CALL, "a kernel that is no operation of torch")
+            entry.code = entry.plain
+            if generated is not None:
+                with self.reported("generated kernels"):
+                    if agrees(generated):
+                        entry.code = generated
+                if entry.code is entry.plain and any([*child.children()] for child in module.children()):
+                    raise Refusal(Reason.TRACE_FAILED, "its generated kernels give something else")
+        except (Refusal, RecordingError):
+            raise
+        except Exception as error:
+            if not isinstance(error, RuntimeError):  # torch has those for calls that it does not support in a mode.
+                self.note_error("recording", error)
             raise Refusal(Reason.TRACE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
         finally:
+            restore()
             torch.set_autocast_cache_enabled(cached)
 
-    def recorded(
-        self, entry: Entry, module: nn.Module, pattern: Any, real: tuple[Tensor, ...], count: int, folds: int
-    ) -> tuple[Any, ...]:
+    @contextmanager
+    def reported(self, what: str) -> Iterator[None]:
+        """Go on without what fails inside."""
+        try:
+            yield
+        except Exception as error:
+            self.note_error(what, error)
+
+    def note_error(self, what: str, error: Exception) -> None:
+        """Warn of an error of ours, once, and keep it for the report; the tests raise it."""
+        text = f"{what}: {type(error).__name__}: {error}".splitlines()[0]
+        if RAISE_ERRORS:
+            raise RecordingError(text) from error
+        if text not in self.errors:
+            self.errors.append(text)
+            name = getattr(self.present, "__fastlayers_original__", self.present).__name__
+            message = f"calls of {name} run without what failed, and may be slower; please report it: {text}"
+            warnings.warn(message, PatchWarning, stacklevel=2)
+            logger.debug("%s", text, exc_info=error)
+
+    def recorded(self, entry: Entry, module: nn.Module, real: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """The results, and gradients of results and of inputs, of a run that gives the entry its facts. The last items
-        are the code as it was recorded and, if there are any, with generated kernels, and the largest rounding error of
-        a dtype that it computes in."""
-        records = torch.is_grad_enabled()
+        are the code with generated kernels, if there are any, the largest rounding error of a dtype that it computes
+        in, and the places of the inputs that the results depend on."""
+        records, count = torch.is_grad_enabled(), entry.count
         with torch.enable_grad():
             aliases = [t.detach().requires_grad_(t.requires_grad) for t in real[:count]]
         inputs = (*aliases, *real[count:])
@@ -609,7 +443,7 @@ class Region:
             return tape.kernel(kernel, *call) if _get_current_dispatch_mode() is tape else kernel(*call)
 
         flat = Flat(aliases)
-        args, kwargs = (unflatten(part, flat) for part in pattern)
+        args, kwargs = (unflatten(part, flat) for part in entry.pattern)
         generates = backends.generates_kernels(inputs[0].device)
         grads: tuple[Tensor, ...] = ()
         gradients: tuple[Tensor | None, ...] = ()
@@ -643,7 +477,7 @@ class Region:
                         [results[i] for i in active], [inputs[i] for i in wanted], grads, allow_unused=True
                     )
         execute = executor_class()
-        if tape.size(split) + folds < LEAST[execute][not active]:
+        if tape.size(split) + entry.reader.folds < LEAST[execute][not active]:
             raise Refusal(Reason.NOTHING_TO_FUSE, "too small for a region")
         if len(tape.operations) > MOST and size_of(module) > FEW_MODULES:
             raise Refusal(Reason.NOTHING_TO_FUSE, "too large for a region")
@@ -663,16 +497,21 @@ class Region:
             constant=tuple(i for i in range(len(results)) if i not in active),
             strides=tuple(results[i].stride() for i in active),
         )
-        codes = [execute(program, entry.facts)]
+        entry.program, entry.plain = program, execute(program, entry.facts)
+        entry.geometry = geometries(program, tape.values) if len(active) > 1 else {}
+        generated = None
         if generates:
             from fastlayers.patching.rewrite.fusion import fused  # needs Triton
 
-            with suppress(Exception):  # What was recorded runs as well if Triton cannot compile a kernel.
-                codes.append(execute(fused(program, tape.values), entry.facts))
+            with self.reported("fusing"):
+                generated = execute(fused(program, tape.values), entry.facts)
+        entry.strides = tuple(t.stride() for t in results) if generates else ()
         entry.parts = None if parts == Place(len(inputs)) else parts
         dtypes = {t.dtype for t in tape.values.values() if t.is_floating_point()}
         rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-        return tuple(t.detach() for t in results), grads, gradients, codes, rounding
+        found = depends_on(tape.operations[:split], tape.values, [names[i] for i in active])
+        depends = {place for place, name in zip(places, tape.inputs, strict=True) if name in found}
+        return tuple(t.detach() for t in results), grads, gradients, generated, rounding, depends
 
     @staticmethod
     def check_results(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -681,6 +520,17 @@ class Region:
             raise Refusal(Reason.VISIBLE_MUTATION, "a result shares memory with another tensor")
         if not results:
             raise Refusal(Reason.READS_STATE, "it returns no tensor of its own")
+
+
+def errors_of(module: nn.Module) -> list[str]:
+    """What failed when calls of a module's class were recorded."""
+    region: Region | None = getattr(type(module), "__fastlayers_region__", None)
+    return [] if region is None else region.errors
+
+
+def note_derivative(entry: Entry, grads: Sequence[Tensor | None]) -> None:
+    """A hook on the backward of a recorded call, which sees whether it is differentiated."""
+    entry.differentiated |= torch.is_grad_enabled()
 
 
 def remembered(refusal: Refusal) -> Refusal:
@@ -765,31 +615,6 @@ def in_backward(function: Callable[[], Sequence[Tensor | None]], device: torch.d
         start = torch.zeros((), device=device, requires_grad=True)
         torch.autograd.grad(Backward.apply(start, call), start, allow_unused=True)
     return found[0]
-
-
-def random_state(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The states of torch's generators of the CPU and of the GPUs of these tensors."""
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus_of(inputs))]
-
-
-def restore_random_state(states: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    of_cpu, *of_gpus = states
-    torch.set_rng_state(of_cpu)
-    for device, state in zip(gpus_of(inputs), of_gpus, strict=True):
-        torch.cuda.set_rng_state(state, device)
-
-
-def gpus_of(inputs: Sequence[Tensor]) -> list[int]:
-    return sorted({t.get_device() for t in inputs if t.is_cuda})
-
-
-@contextmanager
-def drawing(states: Sequence[Tensor] | None, inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Draw the random numbers that follow these states, and leave the generators as they are now."""
-    with torch.random.fork_rng(gpus_of(inputs)):
-        if states:
-            restore_random_state(states, inputs)
-        yield
 
 
 def region_class(

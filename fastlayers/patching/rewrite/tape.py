@@ -30,11 +30,13 @@ __all__ = [
     "Value",
     "alive",
     "communicates",
+    "depends_on",
     "empty_as",
     "is_kernel",
     "keeping",
     "map_values",
     "operands_like",
+    "overwritten",
     "plain_name",
     "renamed",
     "storage",
@@ -436,6 +438,55 @@ def renamed(program: Program, names: Mapping[str, str]) -> Program:
         backward=of_operations(program.backward),
         wanted=all_of(program.wanted),
     )
+
+
+def depends_on(operations: Iterable[Operation], values: Mapping[str, Tensor], results: Iterable[str]) -> set[str]:
+    """The names of the values that results depend on, as these were before the operations.
+
+    Statistics that an operation only updates are none of them.
+    """
+    sources: dict[int, set[str]] = {}
+
+    def of(name: str) -> set[str]:
+        return sources.setdefault(storage(values[name]), {name})
+
+    for operation in operations:
+        updated = updated_by(operation)
+        read = set[str]().union(*(of(name) for name in operation.operands if name not in updated))
+        for name in filter(None, operation.makes):
+            sources[storage(values[name])] = read | sources.get(storage(values[name]), set())
+        for name in overwritten(operation):
+            if name not in updated:
+                sources[storage(values[name])] = read | of(name)
+    return set[str]().union(*(of(name) for name in results))
+
+
+def overwritten(operation: Operation) -> list[str]:
+    """The names of the values that an operation of torch writes."""
+    return [value.name for declared, value in arguments_of(operation) if declared.is_write]
+
+
+def updated_by(operation: Operation) -> set[str]:
+    """The names of the running statistics that an operation updates without using them."""
+    function = operation.function
+    if isinstance(function, OpOverload) and function.namespace == "fastlayers":
+        return {*overwritten(operation)}
+    if not isinstance(function, OpOverload) or not function._schema.name.endswith(STATISTICS):
+        return set()
+    given = {declared.name: value for declared, value in arguments_of(operation, every=True)}
+    trains = given.get("training", given.get("train", given.get("use_input_stats", True)))
+    running = (value for name, value in given.items() if name.startswith("running_") and isinstance(value, Value))
+    return {value.name for value in running} if trains else set()
+
+
+def arguments_of(operation: Operation, every: bool = False) -> list[tuple[Any, Any]]:
+    """The declared arguments of an operation of torch with what it is given; only values unless ``every`` is asked."""
+    if not isinstance(operation.function, OpOverload):
+        return []
+    declared = operation.function._schema.arguments
+    given = {**dict(zip((each.name for each in declared), operation.args, strict=False)), **operation.kwargs}
+    found = [(each, given[each.name]) for each in declared if each.name in given]
+    return found if every else [(each, value) for each, value in found if isinstance(value, Value)]
 
 
 def communicates(function: OpOverload) -> bool:

@@ -1,0 +1,301 @@
+"""What the calls of one signature do, and how they are differentiated where the recorded backward does not do."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from fastlayers.ops import dispatch
+from fastlayers.ops.autocast import Given, version_of
+from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.rewrite.executors import KEYS, Executor, Facts, excluding, executor_class
+from fastlayers.patching.rewrite.partial_backward import Geometry, without_gradients
+from fastlayers.patching.rewrite.patterns import Flat, unflatten
+from fastlayers.patching.rewrite.readers import Reader
+from fastlayers.patching.rewrite.results import Taken, take_apart
+from fastlayers.patching.rewrite.tape import Program
+
+__all__ = [
+    "NO_AUTOCAST",
+    "Again",
+    "Autocast",
+    "Entry",
+    "autocast_as",
+    "autocast_state",
+    "drawing",
+    "no_regions",
+    "op_by_op",
+    "random_state",
+    "restore_random_state",
+]
+
+
+class _Thread(threading.local):
+    """Whether the forwards of this thread run op by op: inside of a recording, or since someone asked for it."""
+
+    op_by_op = False
+
+
+_thread = _Thread()
+
+
+def op_by_op() -> bool:
+    return _thread.op_by_op
+
+
+@contextmanager
+def no_regions() -> Iterator[None]:
+    """Let forwards run op by op, in this thread."""
+    before, _thread.op_by_op = _thread.op_by_op, True
+    try:
+        yield
+    finally:
+        _thread.op_by_op = before
+
+
+# -- modes of torch ----------------------------------------------------------------------------------------------------
+
+#: For each type of device whether operations cast, and to which dtype.
+Autocast: TypeAlias = Mapping[str, tuple[bool, torch.dtype | None]]
+NO_AUTOCAST: Autocast = {"cpu": (False, None), "cuda": (False, None)}
+
+
+def autocast_state() -> Autocast:
+    return {device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in NO_AUTOCAST}
+
+
+@contextmanager
+def autocast_as(state: Autocast) -> Iterator[None]:
+    """Cast as this state says, whatever is cast outside."""
+    with ExitStack() as stack:
+        for device, (enabled, dtype) in state.items():
+            stack.enter_context(torch.autocast(device, dtype, enabled))
+        yield
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def random_state(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The states of torch's generators of the CPU and of the GPUs of these tensors."""
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus_of(inputs))]
+
+
+def restore_random_state(states: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    of_cpu, *of_gpus = states
+    torch.set_rng_state(of_cpu)
+    for device, state in zip(gpus_of(inputs), of_gpus, strict=True):
+        torch.cuda.set_rng_state(state, device)
+
+
+def gpus_of(inputs: Sequence[Tensor]) -> list[int]:
+    return sorted({t.get_device() for t in inputs if t.is_cuda})
+
+
+@contextmanager
+def drawing(states: Sequence[Tensor] | None, inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Draw the random numbers that follow these states, and leave the generators as they are now."""
+    with torch.random.fork_rng(gpus_of(inputs)):
+        if states:
+            restore_random_state(states, inputs)
+        yield
+
+
+# -- one signature -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Entry:
+    """What a call with one signature does.
+
+    Attributes:
+        tensors: the guard on the given tensors and on those that the forward reads.
+        state: the guard on the modes and flags of torch.
+        autocast: what is cast, and to which dtype, by the type of a device.
+        dtype: torch's default.
+        reader, values: what reads the state of the module that Python decides by, and what it read.
+        pattern: of the arguments.
+        count: the number of tensors among them. The other inputs are read from the module.
+        attentions: which attentions torch may choose; None if it chooses none.
+        refusal: why such calls run op by op; None if there is code for them.
+        order: brings the inputs into the order of the code, those that need a gradient first.
+        facts: what the code has to know about a call.
+        code: what runs such calls.
+        plain: the same without generated kernels.
+        program: what ``plain`` runs.
+        geometry: of the values in the backward of the program, if several results get gradients.
+        parts: the result, taken apart, of the inputs and the results of the code; None if it is the only one of these.
+        strides: of the results, where generated kernels may choose them.
+        constants: further inputs, the same in every call.
+        changed: the places of buffers that the code changes,
+        read: and of those among them whose value before the call the results depend on.
+        draws: whether the code draws random numbers.
+        forward: that of the class, which takes the module first.
+        stand_in: the module as it was, without its tensors.
+        differentiated: whether a backward of such a call was differentiated. From then on they run op by op.
+        apart: whether such calls run op by op since some result got no gradient, which generated kernels do not serve.
+    """
+
+    tensors: Any
+    state: Any
+    reader: Reader
+    values: tuple[Any, ...]
+    pattern: Any
+    count: int
+    forward: Callable[..., Any]
+    autocast: Autocast = field(default_factory=autocast_state)
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    attentions: tuple[bool, ...] | None = None
+    refusal: Refusal | None = None
+    order: Callable[[Sequence[Any]], tuple[Any, ...]] = tuple
+    facts: Facts = field(default_factory=Facts)
+    code: Executor | None = None
+    plain: Executor | None = None
+    program: Program | None = None
+    geometry: Mapping[str, Geometry] = field(default_factory=dict)
+    parts: Any = None
+    strides: tuple[tuple[int, ...], ...] = ()
+    constants: tuple[Tensor, ...] = ()
+    changed: tuple[int, ...] = ()
+    read: tuple[int, ...] = ()
+    draws: bool = False
+    stand_in: nn.Module | None = None
+    differentiated: bool = False
+    apart: bool = False
+    _partial: dict[frozenset[int], Executor | None] = field(default_factory=dict)
+
+    def without(self, missing: frozenset[int]) -> Executor | None:
+        """What runs the backward of the plain code without the gradients of these active results; None if nothing."""
+        if missing not in self._partial:
+            assert self.program is not None
+            names = {self.program.grads[i] for i in missing}
+            program = without_gradients(self.program, names, self.geometry)
+            self._partial[missing] = None if program is None else executor_class()(program, Facts())
+        return self._partial[missing]
+
+
+class Again(NamedTuple):
+    """What a call keeps for backwards that its code does not give: derivatives of it, and those of some results.
+
+    Attributes:
+        random: the state of the generators before the call, if it draws.
+        old: the values before the call of the buffers in ``entry.read``.
+    """
+
+    entry: Entry
+    random: list[Tensor] | None
+    old: tuple[Tensor, ...]
+
+    def some(
+        self, given: Given, kept: list[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """The gradients of a region's inputs where some of its results have none."""
+        entry = self.entry
+        code = entry.without(frozenset(i for i, dy in enumerate(grads) if dy is None))
+        if code is None:
+            return self.differentiate(given, grads, needs)
+        if entry.code is not entry.plain:
+            entry.apart = True
+            kept = self.kept_by_plain(given)
+        dys = [
+            dy if dy.stride() == strides else dispatch.with_strides(dy, strides)
+            for dy, strides in zip(grads, entry.facts.strides, strict=True)
+            if dy is not None
+        ]
+        with excluding(KEYS):
+            found = code.backward(dys, kept)
+        return [dx if needed else None for dx, needed in zip(found, needs, strict=True)]
+
+    def kept_by_plain(self, given: Given) -> list[Tensor]:
+        """What the code without generated kernels keeps of the call."""
+        entry = self.entry
+        inputs = self.inputs(given)
+        old = dict(zip(entry.read, self.old, strict=True))
+        for i in entry.changed:
+            inputs[i] = old.get(i, inputs[i]).clone()
+        with drawing(self.random, inputs), excluding(KEYS):
+            _, kept = entry.plain.forward(*entry.order((*inputs, *entry.constants)))  # type: ignore[union-attr]
+        return list(kept)
+
+    def inputs(self, given: Given) -> list[Tensor]:
+        """What the call was given, in the order of the call; for a buffer that it changed, what there is now.
+
+        Raises:
+            RuntimeError: another one was written since.
+        """
+        entry = self.entry
+        total = len(given.parameters)
+        places = entry.order(range(total))
+        for number, place in enumerate(places):
+            if place in entry.changed:
+                given.versions[number] = version_of(given.parameters[number])
+        ordered = given.unchanged()
+        inputs = [t for _, t in sorted(zip(places, ordered, strict=True), key=operator.itemgetter(0))]
+        return inputs[: total - len(entry.constants)]  # type: ignore[return-value]
+
+    def differentiate(self, given: Given, grads: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of a region's inputs with a graph of their own: its forward runs again, op by op.
+
+        Raises:
+            RuntimeError: an input was written, or something that the forward reads has changed.
+        """
+        entry = self.entry
+        inputs = self.inputs(given)
+        wants_graph = torch.is_grad_enabled()
+        entry.differentiated |= wants_graph
+        wanted = {*entry.order(range(len(inputs) + len(entry.constants)))[: entry.facts.wanted]}
+        old = dict(zip(entry.read, self.old, strict=True))
+        with torch.enable_grad():
+            # Of aliases: an argument may itself depend on another one. What is written is a copy.
+            aliases = [
+                old.get(i, t).detach().clone() if i in entry.changed else alias(t) if i in wanted else t.detach()
+                for i, t in enumerate(inputs)
+            ]
+            flat = Flat(aliases[: entry.count])
+            args, kwargs = (unflatten(part, flat) for part in entry.pattern)
+            module = entry.stand_in
+            assert module is not None
+            with (
+                autocast_as(entry.autocast),  # The backward may be outside of it.
+                default_dtype(entry.dtype),
+                drawing(self.random, inputs),
+                entry.reader.replaced(module, aliases[entry.count :]),
+                no_regions(),
+            ):
+                entry.reader.check(module, entry.values)
+                out = entry.forward(module, *args, **(kwargs or {}))
+        tensors = Taken(aliases)
+        take_apart(out, tensors)
+        every = [tensors[len(aliases) + i] for i in entry.facts.active]
+        results = [t for t, dy in zip(every, grads, strict=True) if dy is not None]
+        ordered = entry.order((*aliases, *entry.constants))
+        asked = [t for t, needed in zip(ordered, needs, strict=False) if needed]
+        dys = [dy for dy in grads if dy is not None]
+        gradients = torch.autograd.grad(results, asked, dys, create_graph=wants_graph, allow_unused=True)
+        found = iter(gradients)
+        return [next(found) if needed else None for needed in needs]
+
+
+def alias(t: Tensor) -> Tensor:
+    """A view of a tensor that needed a gradient in a call, also of a parameter that was frozen since."""
+    if t.requires_grad:
+        return t.view_as(t)
+    t.requires_grad_(True)
+    try:
+        return t.view_as(t)
+    finally:
+        t.requires_grad_(False)
