@@ -769,3 +769,48 @@ def test_a_logger_is_no_state_of_a_graph():
     state = State(stock, torch.device("cpu"))
     logger.isEnabledFor(31)
     assert state.holds()
+
+
+class Divided(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.s, self.pair = nn.Linear(8, 8), 1.0, (1.0, 2)
+
+    def forward(self, x, by=1.0):
+        y = torch.tanh(self.fc(x)).abs() + 1
+        return y / self.s + y / self.pair[0] + y / by, torch.full((2,), self.s), torch.full((2,), self.pair[1])
+
+
+def test_equal_numbers_are_told_apart(ran, monkeypatch):
+    """The sign of a zero decides about that of infinity, the type of a number about the dtype of a result."""
+    executor = regions.executor_class()
+    monkeypatch.setitem(regions.LEAST, executor, (1, 1))
+    stock = Divided()
+    patched, x = fastlayers.patch_model(copy.deepcopy(stock)), torch.randn(4, 8)
+    numbers = [0.0, -0.0, 1, 1.0, True, 2.0, 2, 0]
+    for s, first, by in itertools.product(numbers[:5], (0.0, -0.0), (0.0, -0.0)):
+        for second in numbers if s is numbers[0] else (2,):
+            for model in (stock, patched):
+                model.s, model.pair = s, (first, second)
+            for _ in range(3):
+                for a, b in zip(stock(x, by), patched(x, by), strict=True):
+                    assert a.dtype is b.dtype
+                    torch.testing.assert_close(b, a, equal_nan=True)
+    assert ran
+
+
+@pytest.mark.parametrize("place", ["attribute", "list", "dict", "class"])
+def test_equal_numbers_are_told_apart_by_a_graph(place):
+    class Scaled(nn.Linear):
+        shift = 0.0
+
+    layer = Scaled(4, 4)
+    layer.scale, layer.scales, layer.options = 0.0, [0.0, 1.0], {"scale": 0.0}
+    owner, key = {
+        "attribute": (vars(layer), "scale"), "list": (layer.scales, 0), "dict": (layer.options, "scale"),
+        "class": (None, "shift"),
+    }[place]  # fmt: skip
+    state = State(nn.Sequential(layer), torch.device("cpu"))
+    for value, same in ((0.0, True), (-0.0, False), (0, False), (False, False), (float("0"), True)):
+        setattr(Scaled, key, value) if owner is None else owner.__setitem__(key, value)
+        assert state.holds() == same, value

@@ -78,6 +78,13 @@ class State:
         #: which ``loss_parallel`` changes.
         self.dicts = [*found.values(), *map(vars, classes), vars(F), *handlers()]
         self.copies = [value.copy() for value in self.dicts]
+        #: Numbers with an equal one of another type or sign: 0.0 and -0.0, 1.0 and True.
+        self.numbers = [
+            (value, key, item)
+            for value in self.dicts
+            for key, item in (value.items() if hasattr(value, "items") else enumerate(value))
+            if type(item) is float and item.is_integer() and not isinstance(value, set)
+        ]
         self.hooks = [*GLOBAL_HOOKS, *(vars(each)[name] for each in modules for name in HOOKS)]
         self.known_hooks = [*map(dict, self.hooks)]
         self.inner = modules[1:]
@@ -123,6 +130,7 @@ class State:
         try:
             same = (
                 self.dicts == self.copies
+                and all(value[key] is item or repr(value[key]) == repr(item) for value, key, item in self.numbers)
                 and [scope.get(name) for scope, name in self.globals] == self.values
                 and all(parts_of(function) == parts for function, parts in self.functions.items())
             )

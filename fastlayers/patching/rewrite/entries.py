@@ -128,6 +128,7 @@ class Entry:
         autocast: what is cast, and to which dtype, by the type of a device.
         dtype: torch's default.
         reader, values: what reads the state of the module that Python decides by, and what it read.
+        exact: what tells equal values apart; None if nothing does.
         pattern: of the arguments.
         count: the number of tensors among them. The other inputs are read from the module.
         attentions: which attentions torch may choose; None if it chooses none.
@@ -157,6 +158,7 @@ class Entry:
     pattern: Any
     count: int
     forward: Callable[..., Any]
+    exact: Any = None
     autocast: Autocast = field(default_factory=autocast_state)
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     attentions: tuple[bool, ...] | None = None

@@ -39,6 +39,8 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
     if kind is dict:
         part = flatten(tuple(value.values()), tensors)
         return None if part is None else (dict, tuple(value), part)
+    if kind is float and value == 0:
+        return kind, value, str(value)  # -0.0 equals 0.0
     return (kind, value) if kind in LEAVES else None
 
 

@@ -52,7 +52,11 @@ class Reader:
         if pairs:
             layers = ", ".join(shortened(called[layer], names) for pair in pairs for layer in pair)
             lines += [f"    folded = folded_tensors({layers})", "    if folded is None:", "        raise KeyError"]
-        values = "".join(f"\n        {shortened(expression, names)}," for expression in reads.values)
+        # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but a forward may tell them apart.
+        numbers = (e for e, value in reads.values.items() if type(value) in NUMBERS and may_change_type(e))
+        self._expressions = [*reads.values, *(f"type({e})" for e in numbers)]
+        self._floats = [i for i, value in enumerate(reads.values.values()) if has_float(value)]
+        values = "".join(f"\n        {shortened(expression, names)}," for expression in self._expressions)
         tensors = "".join(f"\n        {shortened(e, names)}," for e in (*used, *(["*folded"] if pairs else [])))
         lines.append(f"    return ({values}\n    ), ({tensors}\n    )")
         self.source = "\n".join(lines) + "\n"
@@ -63,7 +67,6 @@ class Reader:
         #: For each tensor the expressions of its owners, and the names there; none for a folded weight.
         self.places = [*map(places, held.values()), *([] for _ in (*pairs, *pairs))]
         self._namespace = reads.namespace
-        self._expressions = [*reads.values]
         for owner, name in (found for every in self.places for found in every):
             if not isinstance(self._owner(owner, module), dict | list):
                 raise Refusal(Reason.READS_STATE, f"the tensor {name!r} of {owner}")
@@ -76,6 +79,11 @@ class Reader:
             return eval(expression, {**self._namespace, "self": module})
         except AttributeError:  # a closure
             return None
+
+    def exact(self, values: tuple[Any, ...]) -> Any:
+        """What tells values apart that are equal, where a float is in a container or is 0; None if nothing does."""
+        found = [(i, exactly(values[i])) for i in self._floats if not values[i] or type(values[i]) is not float]
+        return found or None
 
     def check(self, module: nn.Module, values: tuple[Any, ...]) -> None:
         """Test that a forward would read what it read before.
@@ -90,7 +98,7 @@ class Reader:
         if found is None:
             raise changed("something that it calls was replaced, or has hooks now")
         for expression, old, new in zip(self._expressions, values, found[0], strict=True):
-            if not (old is new or old == new):
+            if not (old is new or (old == new and exactly(old) == exactly(new))):
                 raise changed(f"{readable(expression)} was {old!r} and is {new!r} now")
 
     @contextmanager
@@ -107,6 +115,26 @@ class Reader:
         finally:
             for owner, name, t in before:
                 owner[name] = t
+
+
+#: Types of numbers that are equal to ones of another type.
+NUMBERS = frozenset({bool, int, float})
+
+
+def may_change_type(expression: str) -> bool:
+    """Whether an expression names something that Python code assigns. ``Module.train`` tests what it is given."""
+    return not expression.endswith(".training") and "(" not in expression and " is " not in expression
+
+
+def has_float(value: Any) -> bool:
+    return type(value) is float or (isinstance(value, tuple | frozenset) and any(map(has_float, value)))
+
+
+def exactly(value: Any) -> Any:
+    """A value that differs from others to which it is equal: -0.0 from 0.0, and True from 1."""
+    if type(value) in NUMBERS:
+        return str(value)
+    return tuple(map(exactly, value)) if isinstance(value, tuple) else value
 
 
 def changed(what: str) -> RuntimeError:

@@ -223,6 +223,7 @@ class Region:
                 for entry in self.entries.get((reader, values, pattern, shape), ()):
                     if (
                         entry.tensors.check(*given, *tensors)
+                        and (entry.exact is None or entry.exact == reader.exact(values))
                         and entry.state.check()
                         and entry.attentions in (None, attentions())
                     ):
@@ -334,6 +335,7 @@ class Region:
         inputs = (*given, *tensors)
         guard = TensorGuards(*inputs, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         entry = Entry(guard, GlobalStateGuard(), reader, values, pattern, len(given), self.present.forward)
+        entry.exact = reader.exact(values)
         try:
             self.record(entry, module, inputs)
         except Refusal as refusal:
