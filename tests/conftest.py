@@ -16,6 +16,7 @@ import torch
 
 from fastlayers import backends
 from fastlayers.patching.rewrite import regions
+from fastlayers.patching.rewrite.classes import Generated
 from fastlayers.patching.rewrite.entries import no_regions
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 
@@ -133,6 +134,13 @@ def _a_launch_serves_one_dtype() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "__call__", checked)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _classes_of_its_own() -> None:
+    """What other tests have generated and recorded serves no model of this one."""
+    Generated.in_use.clear()
+    Generated.functions.clear()
 
 
 @pytest.fixture(autouse=True)

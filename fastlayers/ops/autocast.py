@@ -18,7 +18,7 @@ from torch import Tensor
 from fastlayers.ops import dispatch
 from fastlayers.ops.activations import ACTIVATIONS, Activation
 from fastlayers.ops.dispatch import Gradients, Needs
-from fastlayers.ops.reference import LOW_PRECISION
+from fastlayers.ops.reference import LOW_PRECISION, autocasts
 
 
 class Kernels(dispatch.Kernels):
@@ -92,8 +92,7 @@ Options: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], in
 def dtype_of(t: Tensor) -> torch.dtype:
     """dtype in which a linear layer or a convolution takes a tensor, autocast included."""
     device = t.device.type
-    casts = device != "meta" and torch.is_autocast_enabled(device)  # which raises for meta
-    if casts and t.dtype in dispatch.FLOATING and t.dtype is not torch.float64:
+    if autocasts(device) and t.dtype in dispatch.FLOATING and t.dtype is not torch.float64:
         return torch.get_autocast_dtype(device)
     return t.dtype
 

@@ -258,9 +258,13 @@ class Family(Generic[K]):
             backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
             return None
         try:
-            return self._by_device[x.device]  # type: ignore[attr-defined]
+            found = self._by_device[x.device]  # type: ignore[attr-defined]
         except KeyError:
-            return self._find(x.device)  # type: ignore[attr-defined]
+            found = self._find(x.device)  # type: ignore[attr-defined]
+        if found is not None and x.is_nested:  # type: ignore[attr-defined]
+            backends.refuse("it takes no nested tensors")
+            return None
+        return found
 
     def triton_kernels_for(self, x: object) -> K | None:
         """:meth:`kernels_for` for the raw ops that csrc does not have; None where there is no Triton either."""

@@ -113,7 +113,7 @@ class GatedLinear(dispatch.Pair, inputs=4):
     ) -> Gradients:
         device = dy.device.type
         # Everything has the dtype that autocast gave it in forward.
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        with torch.autocast(device, enabled=False) if reference.autocasts(device) else nullcontext():
             return _linear_gradients(kernels, needs, dy, gate, up, weight, act)
 
     @staticmethod

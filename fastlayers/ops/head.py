@@ -580,4 +580,4 @@ def is_large(input: Tensor, linear_weight: Tensor | Quantized) -> bool:
 
 def autocast_dtype(input: Tensor) -> torch.dtype | None:
     device = input.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return torch.get_autocast_dtype(device) if reference.autocasts(device) else None

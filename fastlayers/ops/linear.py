@@ -87,10 +87,10 @@ def _kernels_for(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) 
     """The kernels for the bias of a linear layer, None (usually, and quickly) where torch sums it."""
     if bias is None or not torch.is_grad_enabled() or not bias.requires_grad or torch.compiler.is_compiling():
         return None
-    if x.numel() // max(1, x.shape[-1] if x.dim() else 1) * features < LEAST and backends.get_backend() is None:
-        return None
     kernels = FAMILY.kernels_for(x)
     if kernels is None:
+        return None
+    if x.numel() // max(1, x.shape[-1] if x.dim() else 1) * features < LEAST and backends.get_backend() is None:
         return None
     reason = _unsupported(x, weight, bias, features)
     if reason is not None:

@@ -16,6 +16,13 @@ from torch import Tensor
 from fastlayers.ops.activations import activation
 
 LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
+#: Types of devices that have no autocast: torch raises when it is asked.
+WITHOUT_AUTOCAST = frozenset({"meta", "fpga", "hip", "ideep", "lazy", "mkldnn", "opencl", "opengl", "ve", "vulkan"})
+
+
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on for a type of device."""
+    return device_type not in WITHOUT_AUTOCAST and torch.is_autocast_enabled(device_type)
 
 
 def scores(x: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
@@ -109,7 +116,7 @@ def norm_dtype(op: str, x: Tensor) -> torch.dtype:
     """dtype in which torch's norm or activation ``op`` computes and answers, autocast included."""
     if x.dtype in LOW_PRECISION:
         device = x.device.type
-        if op in FLOAT32_UNDER_AUTOCAST.get(device, ()) and torch.is_autocast_enabled(device):
+        if op in FLOAT32_UNDER_AUTOCAST.get(device, ()) and autocasts(device):
             return torch.float32
     return x.dtype
 
@@ -267,7 +274,7 @@ def capped(scores: Tensor, softcap: float) -> Tensor:
 
 def loss_dtype(x: Tensor) -> torch.dtype:
     """dtype of a loss: autocast runs torch's in float32."""
-    return torch.float32 if x.dtype in LOW_PRECISION and torch.is_autocast_enabled(x.device.type) else x.dtype
+    return torch.float32 if x.dtype in LOW_PRECISION and autocasts(x.device.type) else x.dtype
 
 
 def cross_entropy(
@@ -489,7 +496,7 @@ def divergence(
         rows = beta * (p * _where_positive(p, log_p - log_m)).sum(-1)
         rows = rows + (1.0 - beta) * (q * _where_positive(q, log_q - log_m)).sum(-1)
     dtype = torch.promote_types(student.dtype, teacher.dtype)
-    if dtype in LOW_PRECISION and torch.is_autocast_enabled(student.device.type):
+    if dtype in LOW_PRECISION and autocasts(student.device.type):
         dtype = torch.float32
     return reduced_rows(rows, labels, ignore_index, student.shape[-1], temperature, square, reduction, dtype)
 
@@ -544,7 +551,7 @@ def linear_divergence(
             f" but got {tuple(teacher.shape)}"
         )
     dtype = torch.promote_types(student.dtype, teacher.dtype)
-    if dtype in LOW_PRECISION and torch.is_autocast_enabled(student.device.type):
+    if dtype in LOW_PRECISION and autocasts(student.device.type):
         dtype = torch.float32
     wide = torch.promote_types(dtype, torch.float32)
     student = capped(student.to(wide) * logit_scale, softcap)

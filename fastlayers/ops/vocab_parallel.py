@@ -217,7 +217,7 @@ def vocab_parallel_cross_entropy(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"vocab_parallel_cross_entropy(): expected a softcap above 0 or None, but got {softcap}")
     out = logits.dtype
-    if out in reference.LOW_PRECISION and torch.is_autocast_enabled(logits.device.type):
+    if out in reference.LOW_PRECISION and reference.autocasts(logits.device.type):
         out = torch.float32
     code = _reduction.get_enum(reduction)
     options = Options(group, vocab_start, ignore_index, label_smoothing, softcap or 0.0, z_loss)

@@ -26,6 +26,7 @@ class Reason(str, Enum):
     SCRIPTED = "scripted, there is no Python forward"
     GRAPH_MODULE = "a torch.fx GraphModule, which rewrites its own class"
     QUANTIZED = "quantised"
+    UNINITIALIZED = "its parameters are uninitialised, which the first call changes: call the model, and patch it then"
     WRAPPER = "a wrapper; only what is inside is patched"
     GRAPHED = "runs as CUDA graphs (graph_model): patch it before"
     FOLDED = "its BatchNorms are folded: unfold, patch, and fold again"

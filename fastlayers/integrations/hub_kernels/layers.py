@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlayers import functional
+from fastlayers.ops.reference import autocasts
 from fastlayers.patching.ir.fingerprints import fingerprint
 from fastlayers.patching.ir.known_functions import is_rotary
 from fastlayers.patching.runtime import calls
@@ -119,7 +120,7 @@ class NewGELU(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         # Autocast computes its torch.pow in float32, and then its result is float32.
-        if input.dtype != torch.float32 and torch.is_autocast_enabled(input.device.type):
+        if input.dtype != torch.float32 and autocasts(input.device.type):
             return type(self).forward(self, input)
         return functional.gelu(input, approximate="tanh")
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from fastlayers.ops.reference import LOW_PRECISION
+from fastlayers.ops.reference import LOW_PRECISION, autocasts
 from fastlayers.patching.ir.fingerprints import EXPRESSIONS, Body, Expression, UnreadableError, expression_of, operation
 from fastlayers.patching.ir.operations import Op
 
@@ -213,7 +213,7 @@ def norm_operands(view: View, body: Body, names: Mapping[str, Any]) -> dict[str,
 def may_autocast(view: View, kind: str) -> bool:
     """Whether autocast is on around a captured graph, which Dynamo guards, or in a part of it."""
     names = {getattr(node.target, "__name__", "") for node in view.position if node.op == "call_function"}
-    return torch.is_autocast_enabled(kind) or "_enter_autocast" in names
+    return autocasts(kind) or "_enter_autocast" in names
 
 
 def permutation(view: View, node: Any) -> tuple[Op, tuple[int, ...]] | None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fastlayers.patching.capture.trace import PRIMITIVES, noting_numbers
 from fastlayers.patching.reasons import Refusal
@@ -89,6 +90,8 @@ def description(value: Any, seen: dict[int, int]) -> Any:
         if id(value) in seen:
             return seen[id(value)]
         seen[id(value)] = len(seen)
+        if is_lazy(value):  # It has no shape yet.
+            return type(value), value.dtype, value.device, value.requires_grad
         return type(value), value.shape, value.dtype, value.device, value.requires_grad
     if value is None or isinstance(value, PRIMITIVES):
         return type(value), value

@@ -13,7 +13,8 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from fastlayers.patching.rules.base import ModuleRule
 from fastlayers.patching.runtime.checks import original_class
 
 __all__ = [
+    "Generated",
     "absorbed_by",
     "become",
     "below_region",
@@ -59,6 +61,36 @@ def is_patched(module: nn.Module) -> bool:
 def is_fused(module: nn.Module) -> bool:
     """Whether something is fused in the forward of a module, which may also be patched to run as a region alone."""
     return is_patched(module) and bool(getattr(type(module), "__fastlayers_rules__", ()))
+
+
+class Generated(dict[Any, Any]):
+    """Classes and functions that were generated for a plan, by all that they depend on.
+
+    It also knows those of other plans that are in use: equal models that are patched one by one have equal classes, as
+    torch.func.stack_module_state requires, and share what their regions recorded.
+    """
+
+    in_use: ClassVar[WeakValueDictionary[Any, Any]] = WeakValueDictionary()
+    functions: ClassVar[dict[Any, Any]] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in self.in_use or key in self.functions
+
+    def __missing__(self, key: Any) -> Any:
+        return self.functions[key] if key in self.functions else self.in_use[key]
+
+    def __setitem__(self, key: Any, made: Any) -> None:
+        super().__setitem__(key, made)
+        if isinstance(made, type):
+            self.in_use[key] = made
+        elif made is not None:
+            self.functions[key] = made
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
 
 def absorbed_by(classes: dict[nn.Module, type[nn.Module]]) -> dict[nn.Module, nn.Module]:

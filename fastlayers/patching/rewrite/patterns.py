@@ -27,7 +27,7 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
     kind = type(value)
     if kind in dispatch.PLAIN:
         tensors.append(value)
-        return TENSOR
+        return None if value.is_nested else TENSOR
     if kind is tuple or kind is list:
         parts = []
         for item in value:

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastlayers.patching.ir.spellings import FRESH_LAYERS_OF_LIBRARIES
@@ -28,6 +29,7 @@ from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusa
 from fastlayers.patching.report import QUIET, PatchReport, Row
 from fastlayers.patching.rewrite.alike import Outcomes
 from fastlayers.patching.rewrite.classes import (
+    Generated,
     absorbed_by,
     become,
     below_region,
@@ -82,7 +84,16 @@ MAX_MODULES = 80
 #: before. And for a Sequential, which computes nothing itself.
 MAX_WHOLE = FEW_MODULES
 #: Why a module must be called as it is, also from inside a region.
-CLOSED = frozenset({Reason.SCRIPTED, Reason.GRAPH_MODULE, Reason.QUANTIZED, Reason.WRAPPER, Reason.FORWARD_REPLACED})
+CLOSED = frozenset(
+    {
+        Reason.SCRIPTED,
+        Reason.GRAPH_MODULE,
+        Reason.QUANTIZED,
+        Reason.UNINITIALIZED,
+        Reason.WRAPPER,
+        Reason.FORWARD_REPLACED,
+    }
+)
 
 WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 
@@ -179,7 +190,7 @@ def plan_steps(model: nn.Module, selection: Selection, folding: bool) -> Plan:
     modules = {key: by_name[aliases[0]] for key, aliases in names.items()}
     lineages = {key: [lineage(by_name, name) for name in aliases] for key, aliases in names.items()}
     banned = {key for key in modules if selection.excludes(lineages[key])}
-    classes: dict[Any, Any] = {}
+    classes = Generated()
     steps: list[Step] = []
     scripted: tuple[str, ...] = ()
     for key, module in modules.items():
@@ -366,11 +377,12 @@ def step_of(module: nn.Module, row: Row, outcome: Fused) -> Step:
 
 
 def plan_swap(module: nn.Module, row: Row, rule: ModuleRule, classes: dict[Any, Any]) -> Step:
-    if rule not in classes:
-        classes[rule] = swap_class(rule)
-        classes[rule].__fastlayers_rules__ = ((rule.name, 1),)  # type: ignore[attr-defined]
-    became = shown_name(classes[rule])
-    return Step(module, Row(row.fqn, row.was, became, ((rule.name, 1),), aliases=row.aliases), classes[rule])
+    key = rule, rule.layer.forward
+    if key not in classes:
+        classes[key] = swap_class(rule)
+        classes[key].__fastlayers_rules__ = ((rule.name, 1),)
+    became = shown_name(classes[key])
+    return Step(module, Row(row.fqn, row.was, became, ((rule.name, 1),), aliases=row.aliases), classes[key])
 
 
 def is_subclass(module: nn.Module) -> bool:
@@ -398,6 +410,8 @@ def refuse_kind(module: nn.Module) -> None:
         raise Refusal(Reason.GRAPH_MODULE)
     if package.startswith(QUANTIZED) and type(module).__name__ != "FloatFunctional":  # It adds, until it is converted.
         raise Refusal(Reason.QUANTIZED)
+    if any(t is not None and is_lazy(t) for t in (*module._parameters.values(), *module._buffers.values())):
+        raise Refusal(Reason.UNINITIALIZED)
     if package.startswith(WRAPPERS) or is_sharded(type(module)):
         raise Refusal(Reason.WRAPPER, type(module).__name__)
     if "forward" in module.__dict__ and not called_by_class(module):
@@ -410,6 +424,7 @@ WARN_ABOUT = {
     Reason.WRAPPER: "is wrapped in {}; what is inside was patched, but patch a model before wrapping it",
     Reason.SCRIPTED: "holds scripted modules ({}), which have no Python forward to patch",
     Reason.QUANTIZED: "holds quantised layers ({}), which are left alone",
+    Reason.UNINITIALIZED: "holds layers whose parameters are uninitialised ({}): call it once, and patch it then",
     Reason.FORWARD_REPLACED: "holds modules whose forward was replaced on the instance ({}); they are left alone",
 }
 

@@ -634,7 +634,7 @@ def region_class(
     Raises:
         Refusal: the forward has parameters that a generated one could not have.
     """
-    key = ("region", present, kind, infers_only)
+    key = ("region", present, present.forward, kind, infers_only)
     if key in known:
         return known[key]  # type: ignore[no-any-return]
     _, *parameters = inspect.signature(present.forward).parameters.values()

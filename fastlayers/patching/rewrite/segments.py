@@ -201,7 +201,7 @@ def replaced_names(
         original: Any = scope.get(name)
         if not rebuildable(original) or depth >= MAX_DEPTH:
             continue
-        key = ("function", name, id(scope), original)
+        key = ("function", name, id(scope), original, original.__code__)
         if key not in known:
             known[key] = None  # for a function that calls itself
             known[key] = fused_function(scope, name, original, known, depth)

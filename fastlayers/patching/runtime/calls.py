@@ -26,7 +26,7 @@ from fastlayers.ops import linear as _linear
 from fastlayers.ops.activations import activation
 from fastlayers.ops.dispatch import broadcasts_to, is_plain
 from fastlayers.ops.elementwise import GPU_LEAST
-from fastlayers.ops.reference import LOW_PRECISION
+from fastlayers.ops.reference import LOW_PRECISION, autocasts
 from fastlayers.ops.split import parts
 from fastlayers.ops.squeeze_excite import Link
 from fastlayers.patching.runtime.checks import Casts, cast_dtype, plain
@@ -74,12 +74,13 @@ MINUS_INFINITY = float("-inf")
 
 def _stays(overwritten: Tensor, other: Tensor) -> bool:
     """Whether ``written + other`` has the dtype and shape of ``overwritten``, as ``written += other`` keeps them."""
-    return isinstance(other, Tensor) and overwritten.dtype == other.dtype and overwritten.shape == other.shape
+    same = isinstance(other, Tensor) and overwritten.dtype == other.dtype and not overwritten.is_nested
+    return same and overwritten.shape == other.shape
 
 
 def _same_layout(x: Tensor, y: Tensor) -> bool:
     """Whether the memory format of a result does not depend on the order of the two; its dtype never does."""
-    return isinstance(y, Tensor) and x.shape == y.shape and x.stride() == y.stride()
+    return isinstance(y, Tensor) and not x.is_nested and x.shape == y.shape and x.stride() == y.stride()
 
 
 def alike(x: Tensor, y: Tensor) -> bool:
@@ -333,7 +334,7 @@ def kernel_name(act: str, dtype: torch.dtype, kind: str) -> str | None:
     """
     if act not in HANDWRITTEN:
         return act
-    wide = act == "gelu_pow" and dtype in LOW_PRECISION and torch.is_autocast_enabled(kind)
+    wide = act == "gelu_pow" and dtype in LOW_PRECISION and autocasts(kind)
     if dtype not in (torch.float32, *LOW_PRECISION) or wide:
         return None
     return "quick_gelu" if act == "quick_gelu" else "gelu_tanh"
@@ -640,7 +641,7 @@ def computes_norm(x: Any, weight: Tensor | None, *, casting: str | None, same: b
     """
     if not isinstance(x, Tensor) or x.dtype not in (torch.float32, *LOW_PRECISION):
         return False
-    if casting in (None, "torch") and x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
+    if casting in (None, "torch") and x.dtype != torch.float32 and autocasts(x.device.type):
         return False
     return weight is None or (weight.shape == x.shape[-1:] and (not same or weight.dtype == x.dtype))
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from fastlayers.ops.reference import autocasts
 from fastlayers.patching.runtime.calls import join
 from fastlayers.patching.runtime.checks import no_hooks
 from fastlayers.patching.runtime.convolution import adds_bias, convolve, layer_and_more
@@ -149,7 +150,7 @@ def computing_dtype(weight: Tensor) -> torch.dtype:
     Autocast would cast a folded weight in every call, since it only caches the casts of leaves that require a gradient.
     """
     kind = weight.device.type
-    if torch.compiler.is_compiling() or weight.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
+    if torch.compiler.is_compiling() or weight.dtype is torch.float64 or not autocasts(kind):
         return weight.dtype
     return torch.get_autocast_dtype(kind)
 

@@ -43,7 +43,7 @@ from fastlayers import functional
 from fastlayers.modules import FusedCrossEntropyLoss
 from fastlayers.ops.dispatch import is_dtensor
 from fastlayers.ops.head import autocast_dtype
-from fastlayers.ops.reference import LOW_PRECISION
+from fastlayers.ops.reference import LOW_PRECISION, autocasts
 from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
 from fastlayers.patching.capture.syntax import parse
 from fastlayers.patching.ir.known_functions import canonical, source_of
@@ -115,7 +115,7 @@ class DeferredLogits(NamedTuple):
         pairs = list(zip(self.adapted, self.head.thin, strict=True))
         x, thin = pairs[0] if len(pairs) == 1 else (torch.cat(factors, -1) for factors in zip(*pairs, strict=True))
         x = x.reshape(-1, x.shape[-1])
-        if torch.is_autocast_enabled(rows.device.type) or thin.dtype is torch.float32:
+        if autocasts(rows.device.type) or thin.dtype is torch.float32:
             return x, thin
         return x.to(rows.dtype), thin.to(rows.dtype)
 
@@ -131,7 +131,7 @@ class DeferringCrossEntropyLoss(FusedCrossEntropyLoss):
             return super().forward(input, target)
         loss = input.cross_entropy(target, ignore_index=self.ignore_index)
         # As of logits in the dtype of the hidden states, also if the layer computes in another one.
-        return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.hidden.dtype)
+        return loss if autocasts(input.device.type) else loss.to(input.hidden.dtype)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def later(logits: DeferredLogits, finish: Callable[[Tensor], Tensor], name: str)
 def float32_result(x: Tensor) -> Any:
     """A context in which a loss of 16-bit logits is float32: autocast to the dtype that they already have."""
     kind = x.device.type
-    if x.dtype not in LOW_PRECISION or torch.is_autocast_enabled(kind):
+    if x.dtype not in LOW_PRECISION or autocasts(kind):
         return nullcontext()
     return torch.autocast(kind, x.dtype)
 
