@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -158,3 +160,66 @@ def test_a_forward_that_was_replaced_has_a_class_of_its_own(monkeypatch):
     second = fastlayers.patch_model(Block())
     assert type(second) is not type(first)
     torch.testing.assert_close(second(x, scale=2), second.norm(x) * 2)
+
+
+def convolutions():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+
+
+def language_model():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4))
+
+
+def step_of(model):
+    """A training step."""
+    if isinstance(model, nn.Sequential):
+        out = model(torch.randn(2, 3, 8, 8))
+    elif isinstance(model, Block):
+        out = model(torch.randn(2, 8))
+    else:
+        ids = torch.randint(300, (2, 8))
+        out = model(input_ids=ids, labels=ids).loss
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("calls", [0, 1, 4])
+@pytest.mark.parametrize("make", [convolutions, Block, language_model])
+@pytest.mark.parametrize("unpatch", [False, True])
+def test_a_model_is_freed_at_once(make, calls, unpatch):
+    """Without the collector, which training loops switch off: neither patching nor recording leaves it in a cycle."""
+    if make is language_model:  # What the first call of all imports is garbage in a cycle.
+        step_of(make())
+    found = []
+    for patch in (lambda model: model, fastlayers.patch_model):
+        model = make()
+        gc.collect()
+        gc.disable()
+        try:
+            patch(model)
+            for _ in range(calls):
+                step_of(model)
+            if unpatch:
+                fastlayers.unpatch_model(model)
+            gone = [weakref.ref(model), *map(weakref.ref, model.parameters())]
+            model.zero_grad()
+            del model
+            found.append(sum(each() is not None for each in gone))
+        finally:
+            gc.enable()
+    assert found == [0, 0]
+
+
+@pytest.mark.parametrize("make", [convolutions, Block, language_model])
+def test_parameters_have_no_weak_references(make):
+    """torch.utils.swap_tensors, by which ``model.to`` moves tensor subclasses, refuses a tensor that has some."""
+    model = fastlayers.patch_model(make())
+    gc.disable()
+    try:
+        for _ in range(4):
+            step_of(model)
+        for p in model.parameters():
+            torch.utils.swap_tensors(p, nn.Parameter(torch.zeros_like(p)))
+    finally:
+        gc.enable()

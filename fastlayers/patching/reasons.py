@@ -79,6 +79,11 @@ class Refusal(Exception):  # noqa: N818 - not an error: it ends up in the report
         #: The operation of a graph that was looked at.
         self.node: Node | None = None
 
+    def kept(self) -> Refusal:
+        """Itself without the frames in which it was raised, whose variables would live as long: models and tensors."""
+        self.__traceback__ = self.__context__ = self.__cause__ = None
+        return self
+
 
 class PatchError(RuntimeError):
     """With ``strict=True``, something would be left alone; the message lists it, and nothing was changed.

@@ -15,6 +15,7 @@ import functools
 import inspect
 import logging
 import os
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MappingView
@@ -127,9 +128,11 @@ _fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 @functools.cache
 def load_fake_tensors() -> None:
-    """Import what the first fake mode imports. The frames of that import are garbage in a cycle, and with them those of
-    its callers: in a forward they would keep the tensors of the call until the collector runs."""
-    FakeTensorMode()
+    """Import what the first fake mode imports, in a thread: the frames of that import are garbage in a cycle, and with
+    them those of their callers, which would keep tensors and models until the collector runs."""
+    thread = threading.Thread(target=FakeTensorMode)
+    thread.start()
+    thread.join()
 
 
 def is_value(value: Any) -> bool:
@@ -251,7 +254,9 @@ def read_by(
     except Exception as error:  # An error of the forward itself, or what fake tensors cannot do.
         raise Refusal(Reason.TRACE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
     finally:
-        vars(watch).clear()  # It and its hooks refer to each other, and it would hold the tensors until they are found.
+        # Its weak references to parameters would stay until the collector runs: torch.utils.swap_tensors refuses these.
+        vars(watch.fake_mode.fake_tensor_converter.meta_converter).clear()
+        watch.__exit__()
     return reads
 
 

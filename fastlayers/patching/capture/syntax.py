@@ -18,7 +18,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -426,6 +426,9 @@ def same_items(first: list[Any], second: list[Any]) -> bool:
     return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
+R = TypeVar("R", bound="Run")
+
+
 class Run:
     """One run of instrumented source, which calls the ``hook_`` methods. Subclasses define what each step means.
 
@@ -454,6 +457,13 @@ class Run:
         self.lent: list[tuple[str, Any, Any]] = []
         hooks = [name for name in dir(self) if name.startswith("hook_")]
         self.scope: dict[str, Any] = {f"__trace_{name.removeprefix('hook_')}": getattr(self, name) for name in hooks}
+
+    def __enter__(self: R) -> R:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of everything. The run and its hooks refer to each other: its modules and tensors would live on."""
+        vars(self).clear()
 
     def is_made(self, value: Any) -> bool:
         return any(value is made for made in self.made)

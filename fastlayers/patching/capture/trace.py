@@ -715,13 +715,13 @@ def record_segment(module: nn.Module, segment: Segment) -> tuple[Recording, tupl
 
     If they cannot be recorded, the number of the statement at fault; their count if no single one is at fault.
     """
-    trace = Trace(module, None)
-    trace.closed = segment.closed
-    try:
-        written = trace.run_segment(segment)
-    except Exception:  # A refusal, or an error of the code itself, since proxies are not tensors.
-        return trace.statement
-    return trace.recording, written
+    with Trace(module, None) as trace:
+        trace.closed = segment.closed
+        try:
+            written = trace.run_segment(segment)
+        except Exception:  # A refusal, or an error of the code itself, since proxies are not tensors.
+            return trace.statement
+        return trace.recording, written
 
 
 def from_torch(function: types.FunctionType) -> bool:
@@ -752,7 +752,8 @@ def record_child(
     if not isinstance(forward, types.FunctionType) or from_torch(forward) or "forward" in child.__dict__:
         return None
     try:
-        return Trace(module, training).run_child(child, arguments)
+        with Trace(module, training) as trace:
+            return trace.run_child(child, arguments)
     except Exception:  # Whatever the reason, the child stays a leaf.
         return None
 
@@ -788,7 +789,8 @@ def record(module: nn.Module, forward: Any, given: Given, training: bool | None)
     if not isinstance(forward, types.FunctionType):
         raise Refusal(Reason.DECORATED, f"{type(module).__name__}.forward is a {type(forward).__name__}")
     try:
-        return Trace(module, training).run(forward, given)
+        with Trace(module, training) as trace:
+            return trace.run(forward, given)
     except TraceError as error:
         raise Refusal(Reason.DATA_DEPENDENT, str(error).splitlines()[0]) from None
     except Refusal:

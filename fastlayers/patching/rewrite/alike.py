@@ -47,8 +47,8 @@ class Outcomes:
             with noting_numbers() as read:
                 try:
                     outcome = make()
-                except Refusal as refusal:  # Without its traceback, which holds the module.
-                    outcome = Refusal(refusal.reason, refusal.detail)
+                except Refusal as refusal:
+                    outcome = refusal.kept()
             names = frozenset(read)
             known.append((names, chosen(numbers, names), outcome))
         if isinstance(outcome, Refusal):

@@ -71,7 +71,7 @@ def apply_rules(
                     guards, children = check_deeper(view, found, recording, excluded)
                 except Refusal as refusal:
                     refusal.node = node
-                    refusals.append(refusal)
+                    refusals.append(refusal.kept())
                     continue
                 recording.guards.update(dict.fromkeys(guards))
                 unseen.update(dict.fromkeys(children))

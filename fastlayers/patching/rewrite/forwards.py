@@ -90,7 +90,7 @@ def fuse(
         if needed is None and not outcome.left and (statement := norm_by_hand(original)):
             raise Refusal(Reason.UNKNOWN_NORM, statement)
         if not recordings:
-            raise refusals[0]
+            raise Refusal(refusals[0].reason, refusals[0].detail)
         if needed is None and not outcome.left:
             misses = (nearest_miss(recording, module, rules) for recording in recordings)
             outcome.left.append(Refusal(Reason.NOTHING_TO_FUSE, next(filter(None, misses), "")))
@@ -176,7 +176,7 @@ def record_given(module: nn.Module, forward: Any, given: Given, refusals: list[R
             return list(record_modes(module, forward, given, refusals))
         if refusal.reason is Reason.TRACE_FAILED and "'NoneType' object" in refusal.detail:
             refusal = Refusal(Reason.TRACE_FAILED, LACKS)
-        refusals.append(refusal)
+        refusals.append(refusal.kept())
         return []
 
 
@@ -186,7 +186,7 @@ def record_modes(module: nn.Module, forward: Any, given: Given, refusals: list[R
         try:
             recording = record(module, forward, given, training)
         except Refusal as refusal:
-            refusals.append(refusal)
+            refusals.append(refusal.kept())
             continue
         recording.guards = {"self.training" if training else "not self.training": None, **recording.guards}
         yield recording

@@ -323,7 +323,7 @@ class Region:
             self.refused[pattern] = Refusal(Reason.UNKNOWN_CALL, "a function of torch that was replaced")
             return None
         except Refusal as refusal:
-            self.refused[pattern] = remembered(refusal)
+            self.refused[pattern] = refusal.kept()
             return None
         reader = next((known for known in self.readers if known.key == reader.key), reader)
         if found is None:
@@ -339,7 +339,7 @@ class Region:
         try:
             self.record(entry, module, inputs)
         except Refusal as refusal:
-            entry.refusal = remembered(refusal)
+            entry.refusal = refusal.kept()
         entries.append(entry)  # Complete: another thread may run it from now on.
         return None if entry.refusal is not None else (entry, inputs)
 
@@ -533,11 +533,6 @@ def errors_of(module: nn.Module) -> list[str]:
 def note_derivative(entry: Entry, grads: Sequence[Tensor | None]) -> None:
     """A hook on the backward of a recorded call, which sees whether it is differentiated."""
     entry.differentiated |= torch.is_grad_enabled()
-
-
-def remembered(refusal: Refusal) -> Refusal:
-    """A refusal to keep: the one that was raised holds, by its traceback, every tensor of the recording."""
-    return Refusal(refusal.reason, refusal.detail)
 
 
 def some_gradient(t: Tensor) -> Tensor:

@@ -658,7 +658,7 @@ def fuse_losses(module: nn.Module, excluded: frozenset[str]) -> RewrittenModel |
     try:
         rewrite(found, module, tree, inner, forward, excluded)
     except Refusal as refusal:
-        found.left.append(refusal)
+        found.left.append(refusal.kept())
     return found if found.rules or found.left else None
 
 
@@ -692,7 +692,7 @@ def rewrite(
         if pair is not None:
             splits = check_head(module, pair.head, excluded)
     except Refusal as refusal:
-        found.left.append(refusal)
+        found.left.append(refusal.kept())
         pair = None
     found.key = (original, theirs, pair is not None and condition, *map(str, found.left))
     if pair is None and not losses.count:
