@@ -365,6 +365,8 @@ def graphed_class(present: type[nn.Module], warmup: int, max_graphs: int, inner:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling() or capturing() or is_tracing():
             return plain(self, *args, **kwargs)
+        if not isinstance(self, made):  # It is not graphed any more, and a wrapper of its forward is left.
+            return type(self).forward(self, *args, **kwargs)
         graphs = _graphs.get(self)
         if graphs is None or graphs.present is not present:
             graphs = _graphs[self] = Graphs(present, warmup, max_graphs, inner, Pool(shared=True))

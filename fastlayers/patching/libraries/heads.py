@@ -7,6 +7,7 @@ that was patched before, and switches adapters on and off between calls.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,7 +45,15 @@ def find(layer: nn.Module, hidden: Tensor) -> Found | None:
     reader = READERS.get(name_of(layer))
     if reader is None or not plain(layer, original_class(layer)) or not no_hooks(layer):
         return None
+    if not has_own_forward(original_class(layer)):
+        return None
     return reader(layer, hidden)
+
+
+def has_own_forward(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a class is in the file of the class: nobody has replaced it."""
+    code = getattr(kind.forward, "__code__", None)
+    return code is not None and code.co_filename == getattr(sys.modules.get(kind.__module__), "__file__", None)
 
 
 def name_of(layer: nn.Module) -> str:

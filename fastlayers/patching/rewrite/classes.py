@@ -212,18 +212,20 @@ def check_subclassing(original: type[nn.Module], harmless: tuple[type, ...] = ()
 
 def swap_class(rule: ModuleRule) -> type[nn.Module]:
     """The class with which a module rule replaces a layer: a subclass of the fused class."""
-    forward = swapped_forward(rule.fused.forward, rule.layer, idle_test({rule.name}))  # type: ignore[arg-type]
+    forward = swapped_forward(rule.fused, rule.layer, idle_test({rule.name}))  # type: ignore[arg-type]
     members = {"__doc__": rule.fused.__doc__, "forward": forward}
     return seal(type(rule.fused.__name__, (rule.fused,), members), rule.layer, None)
 
 
 @functools.lru_cache(maxsize=128)
-def swapped_forward(fused: Any, layer: Any, idle: Callable[[object], bool] | None) -> Any:
+def swapped_forward(kind: Any, layer: Any, idle: Callable[[object], bool] | None) -> Any:
     """The forward of a fused class, but that of the layer if it is replaced, or something that it calls, for calls that
-    are ``idle``, and in a trace."""
+    are ``idle``, in a trace, and for a layer that is not patched any more, if a wrapper still calls this."""
+    fused = kind.forward
     bound: dict[str, Any] = {}
     bind = binder(bound)
-    unchanged = " and ".join([f"not {bind(torch.jit.is_tracing, 'is_tracing')}()", *inside_layer(layer, "self", bind)])
+    tests = [f"not {bind(torch.jit.is_tracing, 'is_tracing')}()", f"isinstance(self, {bind(kind, kind.__name__)})"]
+    unchanged = " and ".join([*tests, *inside_layer(layer, "self", bind)])
     if idle is not None:
         first = list(inspect.signature(fused).parameters)[1]
         unchanged = f"not {bind(idle, idle.__name__)}({first}) and {unchanged}"
@@ -235,7 +237,8 @@ def swapped_forward(fused: Any, layer: Any, idle: Callable[[object], bool] | Non
         return rebuild(fused, tree, bound)[0]
     except Refusal:  # The class of a user's rule may call super().
         scope = {**bound, "_fused": fused}
-        source = f"def forward(*args, **kwargs):\n    return (_fused if {unchanged} else {stock})(*args, **kwargs)\n"
+        chosen = f"(_fused if {unchanged} else {stock})"
+        source = f"def forward(self, *args, **kwargs):\n    return {chosen}(self, *args, **kwargs)\n"
         execute_shown(fused.__qualname__, source, scope)
         return functools.update_wrapper(scope["forward"], fused)
 

@@ -165,6 +165,14 @@ def signature_source(forward: types.FunctionType, namespace: dict[str, Any]) -> 
     return str(inspect.Signature(declared)), ", ".join(arguments_source(parameters))
 
 
+def left_behind_source(handed: str) -> tuple[str, ...]:
+    """Source for a generated forward of a module that is not patched any more, which some wrapper still calls."""
+    return (
+        "if not isinstance(self, __class__):",
+        f"    return type(self).forward({', '.join(filter(None, ('self', handed)))})",
+    )
+
+
 def guards_source(recording: Recording, keyword: str) -> str:
     """Source that assigns or returns (``keyword``) whether the guards of a recording hold.
 
@@ -199,6 +207,7 @@ def class_source(
     if takes_former_names(present):
         lines.append(f"    @{DECORATED}")
     lines.append(f"    def forward{declared}:")
+    lines += [f"        {line}" for line in left_behind_source(handed)]
     depth = 8
     first = first_parameter(present.forward)
     namespace["_fastlayers_is_tracing"] = torch.jit.is_tracing  # What is exported is the original forward.

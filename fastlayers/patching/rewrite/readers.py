@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fastlayers.patching.capture.reads import Reads
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.generate import CHILD
-from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS
+from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS, calls_are_torchs
 from fastlayers.patching.runtime.folded_layers import folded_layer, folded_tensors, may_fold, sources
 
 __all__ = ["Reader"]
@@ -39,7 +39,7 @@ class Reader:
         short = {origin: shortened(origin, {o: n for o, n in names.items() if o != origin}) for origin in names}
         lines = ["def read(self):"]
         lines += [f"    {names[origin]} = {short[origin]}" for origin in names]
-        tests = [*(f"global_hooks[{i}]" for i in range(len(GLOBAL_HOOKS)))]
+        tests = ["not calls_are_torchs()", *(f"global_hooks[{i}]" for i in range(len(GLOBAL_HOOKS)))]
         for origin in reads.called:
             tests += [f"{shortened(origin, names)}.{hook}" for hook in HOOKS]
             tests.append(f"'forward' in {shortened(origin, names)}.__dict__")
@@ -61,7 +61,12 @@ class Reader:
         lines.append(f"    return ({values}\n    ), ({tensors}\n    )")
         self.source = "\n".join(lines) + "\n"
         self.key = (self.source, *((name, id(value)) for name, value in sorted(reads.namespace.items())))
-        scope = {**reads.namespace, "global_hooks": GLOBAL_HOOKS, "folded_tensors": folded_tensors}
+        scope = {
+            **reads.namespace,
+            "calls_are_torchs": calls_are_torchs,
+            "global_hooks": GLOBAL_HOOKS,
+            "folded_tensors": folded_tensors,
+        }
         exec(compile(self.source, "<fastlayers guard>", "exec"), scope)
         self.read: Callable[[nn.Module], tuple[tuple[Any, ...], tuple[Tensor, ...]] | None] = scope["read"]
         #: For each tensor the expressions of its owners, and the names there; none for a folded weight.

@@ -56,7 +56,7 @@ from fastlayers.patching.rewrite.executors import (
     executor_class,
     items,
 )
-from fastlayers.patching.rewrite.generate import signature_source
+from fastlayers.patching.rewrite.generate import left_behind_source, signature_source
 from fastlayers.patching.rewrite.partial_backward import geometries
 from fastlayers.patching.rewrite.patterns import (
     LEAVES,
@@ -649,7 +649,7 @@ def region_class(
         "_is_grad_enabled": torch.is_grad_enabled,
         "_decorated": partial(decorated, original),
     }
-    declared, _ = signature_source(present.forward, namespace)  # type: ignore[arg-type]
+    declared, handed = signature_source(present.forward, namespace)  # type: ignore[arg-type]
     check = ""
     if "=" in declared and present is original:  # A generated forward makes this test itself.
         namespace |= {"_stock": present.forward, "_check_defaults": check_defaults}
@@ -663,6 +663,7 @@ def region_class(
         f"class {name}(_present):\n"
         f"{decorator}"
         f"    def forward{declared}:\n"
+        f"{''.join(f'        {line}' + chr(10) for line in left_behind_source(handed))}"
         f"{check}"
         f"        if _is_compiling() or _off[_is_grad_enabled()]{strange}:\n"
         f"            return _present.forward(self, {', '.join((*positional, *keywords))})\n"

@@ -136,7 +136,10 @@ def defer_to_stock(rewritten: Rewritten, forward: types.FunctionType, original: 
     arguments = ", ".join(arguments_source(inspect.signature(forward).parameters.values()))
     idle = idle_test(rewritten.rules)
     first = first_parameter(forward) if idle is not None else None
+    itself = next(iter(inspect.signature(forward).parameters))
     source = (
+        f"if not hasattr({itself}, '__fastlayers_original__'):\n"  # Unpatched, and a wrapper calls this.
+        f"    return {ORIGINAL}.forward({arguments})\n"
         f"if {TRACES}() or {ORIGINAL}.forward is not {STOCK}{f' or {IDLE}({first})' if first else ''}:\n"
         f"    {CHECK}({STOCK}, {ORIGINAL}.forward)\n"
         f"    return {ORIGINAL}.forward({arguments})"
