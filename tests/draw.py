@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 #: Of a parameter with more values a run need not take each. FEW is for runs in which a case takes half a second.
-MANY, FEW = 100, 2
+MANY, FEW = 50, 1
 
 
 #: How many cases a collection found that this machine can run.
