@@ -192,7 +192,7 @@ def answer(
 # ---- judging ---------------------------------------------------------------------------------------------------------
 
 #: Of so few elements one draw of values says little about torch's greatest error: its roundings may happen to cancel.
-FEW_ELEMENTS, DRAWS = 1024, 12
+FEW_ELEMENTS, DRAWS = 2**15, 12
 #: Of the results of a module, where one large rounding on the way decides: twelve draws are too few once in 500 tests.
 DRAWS_OF_MODULES = 36
 

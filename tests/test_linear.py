@@ -21,6 +21,7 @@ import fastlayers
 from fastlayers import backends, functional, patch_model, plan_patch
 from fastlayers.ops import linear, split
 from fastlayers.ops.linear import addmm
+from fastlayers.patching.rewrite.entries import no_regions
 from fastlayers.patching.runtime import calls
 
 KERNELS = [
@@ -437,7 +438,7 @@ def test_an_odd_vocabulary(features, bias, autocast, dtype, monkeypatch):
         assert taken == [3]
         assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
         assert excess(ours, exact, greatest_error(theirs, exact)) is None
-        with torch.inference_mode():
+        with torch.inference_mode(), no_regions():  # A call that is recorded runs twice.
             assert same_bits(patched(x), ours)
             assert same_bits(patched(x[:1, :8]), head(x[:1, :8]))
     assert taken == [3, 3]
