@@ -252,14 +252,17 @@ def test_a_scale_that_is_no_number_computes_the_logits():
     assert not is_lazy(assert_same_step(patch_model(model), twin).logits)
 
 
-def test_when_the_logits_are_computed_with_the_loss():
+def test_when_the_logits_are_computed_with_the_loss(monkeypatch):
     model = patch_model(causal_model())
     given, ids = batch(), {"input_ids": batch()["input_ids"]}
     assert is_lazy(model(**given).logits)
     assert not is_lazy(model(**ids).logits)
-    with torch.no_grad():
-        assert is_lazy(model(**given).logits)
+    with torch.no_grad():  # A weight average may be swapped out by the time that they are used.
+        assert not is_lazy(model(**given).logits)
         assert not is_lazy(model(**ids).logits)
+        monkeypatch.setattr("fastlayers.patching.libraries.transformers.loss_functions.MOST_ON_A_CPU", 0)
+        assert is_lazy(model(**given).logits)
+        monkeypatch.undo()
     assert is_lazy(model.eval()(**given).logits)
     with torch.inference_mode():
         torch.testing.assert_close(model(**given).logits.float(), model(**ids).logits)
@@ -405,7 +408,7 @@ def test_the_trainer_of_transformers(reads, tmp_path, chunked):
                 right = outputs.logits[:, :-1].argmax(-1) == inputs["labels"][:, 1:]
                 accuracies[-1].append(right.float().mean().item())
             else:
-                assert is_lazy(outputs.logits) == (model is patched)
+                assert is_lazy(outputs.logits) == (model is patched and model.training)
             return (loss, outputs) if return_outputs else loss
 
     def compute_metrics(prediction):
@@ -958,3 +961,95 @@ def test_forwards_that_are_not_rewritten(before, inside, after):
 )
 def test_forwards_that_are_rewritten(before, inside, after):
     assert refusals(PAIR.format(before, inside, after)).head == "lm_head"
+
+
+# -- what was not computed yet -----------------------------------------------------------------------------------------
+
+
+def gradients_after(model, use, **options):
+    """The gradients of a step in which something is done with the logits between the loss and its backward."""
+    model.zero_grad()
+    output = model(**batch(), **options)
+    found = use(output)
+    if output.loss.grad_fn is not None and found is None:
+        output.loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [*grads, *(found or []), *([output.logits.grad] if output.logits.retains_grad else [])]
+
+
+def hooked(output, *hooks):
+    return [output.logits.register_hook(hook) for hook in hooks]
+
+
+ASKS = {
+    "a hook": lambda output: hooked(output, lambda dy: dy * 0.1) and None,
+    "two hooks": lambda output: hooked(output, lambda dy: dy * 0.5, lambda dy: dy + 0.01) and None,
+    "a hook that is removed": lambda output: hooked(output, lambda dy: dy * 0.1)[0].remove(),
+    "torch.autograd.grad": lambda output: torch.autograd.grad(output.loss, output.logits, retain_graph=True),
+    "grad with others": lambda output: torch.autograd.grad(
+        output.loss, [output.logits, output.hidden_states[-1]], retain_graph=True
+    ),
+}
+
+
+@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Granite"])
+@pytest.mark.filterwarnings("ignore:a loss was computed")
+def test_the_loss_depends_on_its_logits(family, ask):
+    stock = causal_model(family).double()
+    ours = patch_model(copy.deepcopy(stock))
+    found, expected = (gradients_after(m, ASKS[ask], output_hidden_states=True) for m in (ours, stock))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_the_gradient_of_the_logits_is_kept(family):
+    stock = causal_model(family).double()
+    ours, found = patch_model(copy.deepcopy(stock)), []
+    for model in (stock, ours):
+        output = model(**batch())
+        output.logits.retain_grad()
+        logits = output.logits
+        output.loss.backward()
+        found.append([logits.grad, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(found[1], found[0])
+
+
+WRITES = {
+    "data": lambda model: model.lm_head.weight.data.mul_(0.5),
+    "one row": lambda model: model.lm_head.weight.data[3].add_(1),
+    "data of the hidden states": None,
+    "another tensor as data": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data * 2),
+    "in place": lambda model: torch.no_grad()(model.lm_head.weight.mul_)(0.5),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad", "inference_mode"])
+@pytest.mark.filterwarnings("ignore:a loss was computed")
+def test_logits_after_a_write(write, mode):
+    """They are those of the forward, or an error says how to have them."""
+    stock = causal_model().train(mode == "train")
+    ours = patch_model(copy.deepcopy(stock))
+    context = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(mode, torch.enable_grad)
+    found = []
+    for model in (stock, ours):
+        with context():
+            output = model(**batch(), output_hidden_states=True)
+            logits = output.logits
+            if WRITES[write] is not None:
+                WRITES[write](model)
+            else:
+                output.hidden_states[-1].data.div_(2)
+            if model is ours and mode in ("train", "eval"):
+                with pytest.raises(RuntimeError, match="exclude='lm_head'"):
+                    logits.float()
+            else:  # A loop that evaluates reads them.
+                found.append(logits.float() + 0)
+    torch.testing.assert_close(found[-1], found[0])
+
+
+def test_logits_that_are_given_other_data():
+    logits = patch_model(causal_model())(**batch()).logits
+    with pytest.raises(RuntimeError, match=r"have no data to replace.*exclude='lm_head'"):
+        logits.data = torch.zeros(1)

@@ -52,7 +52,7 @@ from fastlayers.patching.libraries.heads import find, is_known
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import checks
 from fastlayers.patching.runtime.checks import hooked, original_class
-from fastlayers.patching.runtime.lazy import Head, Recipe, can_be_lazy, lazy
+from fastlayers.patching.runtime.lazy import Head, LazyTensor, Link, Recipe, can_be_lazy, lazy
 
 __all__ = ["fuse_losses", "is_same", "pretrained_model", "stored"]
 
@@ -62,6 +62,8 @@ def pretrained_model() -> type[nn.Module] | None:
     return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
 
+#: Logits of an evaluation, in float32, that are computed at once: bytes on a CPU, and the part of a GPU's memory.
+MOST_ON_A_CPU, SMALL_PART = 2**31, 1 / 16
 #: Devices whose autocast computes losses in float32.
 DEVICES = ("cuda", "cpu")
 
@@ -72,7 +74,8 @@ DEVICES = ("cuda", "cpu")
 class DeferredLogits(NamedTuple):
     """The logits of a layer, not computed for the loss: softcap·tanh(scale·head(hidden)/softcap).
 
-    ``adapted`` is what each adapter of the layer makes of the hidden states.
+    ``adapted`` is what each adapter of the layer makes of the hidden states, ``link`` what connects the logits of the
+    output with the loss.
     """
 
     hidden: Tensor
@@ -80,6 +83,7 @@ class DeferredLogits(NamedTuple):
     scale: float
     softcap: float | None
     adapted: tuple[Tensor, ...] = ()
+    link: Link | None = None
 
     @property
     def device(self) -> torch.device:
@@ -101,12 +105,21 @@ class DeferredLogits(NamedTuple):
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Tensor:
         rows, bias = self.rows, self.head.bias
+        of_logits = functools.partial(self.of_logits, target, **options)
         options |= {"softcap": self.softcap, "logit_scale": self.scale, "low_rank": self.low_rank(rows)}
         if bias is not None and self.head.dtype is not None:
             bias = bias.to(self.head.dtype)
         if target.is_floating_point():  # probabilities, of which none is ignored
             options.pop("ignore_index", None)
-        return functional.linear_cross_entropy(rows, self.head.weight, target, linear_bias=bias, **options)
+        loss = functional.linear_cross_entropy(rows, self.head.weight, target, linear_bias=bias, **options)
+        if self.link is None or not loss.requires_grad:
+            return loss
+        return self.link.loss(loss, of_logits, self.hidden, *self.adapted, *self.head.tensors)
+
+    @staticmethod
+    def of_logits(target: Tensor, logits: Tensor, **options: Any) -> Tensor:
+        """:meth:`cross_entropy` of logits that were computed."""
+        return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), target, **options)
 
     def low_rank(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
         """The products of all adapters as one. Adapters in 16 bits beside a layer in another dtype are cast to that."""
@@ -168,6 +181,8 @@ def defer(
     if type(hidden) is not Tensor or hidden.device.type not in DEVICES:
         return None
     found = find(head, hidden)
+    if found is not None and not torch.is_grad_enabled() and fits(hidden, found.head.classes):
+        return None  # Evaluation uses its logits, and keeps nothing for a backward.
     if found is None or not isinstance(scale, int | float):
         return None
     if not (softcap is None or (isinstance(softcap, int | float) and softcap > 0)):
@@ -175,7 +190,16 @@ def defer(
     for argument, outer in arguments:
         hidden = argument(outer, hidden)
     adapted = tuple(adapter(hidden) for adapter in found.adapters)
-    return DeferredLogits(hidden, found.head, float(scale), softcap, adapted)
+    link = Link() if torch.is_grad_enabled() and can_be_lazy() else None
+    return DeferredLogits(hidden, found.head, float(scale), softcap, adapted, link)
+
+
+def fits(hidden: Tensor, classes: int) -> bool:
+    """Whether logits in float32 take a small part of the memory of a device."""
+    logits = 4 * classes * (hidden.numel() // max(hidden.shape[-1], 1))
+    if not hidden.is_cuda:
+        return logits <= MOST_ON_A_CPU
+    return logits <= torch.cuda.get_device_properties(hidden.device).total_memory * SMALL_PART
 
 
 def later(logits: DeferredLogits, finish: Callable[[Tensor], Tensor], name: str) -> Tensor | None:
@@ -183,7 +207,11 @@ def later(logits: DeferredLogits, finish: Callable[[Tensor], Tensor], name: str)
     if not can_be_lazy():
         return None
     recipe = Recipe(logits.head, name, finish, autocast_dtype(logits.hidden))
-    return lazy(recipe, (logits.hidden, *logits.adapted))
+    made = lazy(recipe, (logits.hidden, *logits.adapted))
+    if logits.link is not None and isinstance(made, LazyTensor):
+        made.link, logits.link.recipe = logits.link, recipe
+        logits.link.given = (logits.hidden, *logits.adapted, *logits.head.tensors)
+    return made
 
 
 def float32_result(x: Tensor) -> Any:
