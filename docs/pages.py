@@ -165,6 +165,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {
             "Guides": [
                 {"Patching a model": "patching.md"},
+                {"What is guaranteed": "guarantees.md"},
                 {"Fine-tuning": "fine-tuning.md"},
                 {"Many GPUs": "many-gpus.md"},
                 {"Using other tools": "tools.md"},
