@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fastlayers
 from fastlayers.patching.rewrite import executors, regions
@@ -240,3 +240,24 @@ def test_a_checkpoint_around_a_call_that_was_differentiated():
         torch.set_rng_state(state)
         found.append(torch.autograd.grad((z + aux).sum(), x)[0])
     assert found[0].shape == found[1].shape
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.batch, self.layer, self.act = nn.BatchNorm1d(8), nn.LayerNorm(8), nn.GELU()
+
+    def forward(self, x):
+        return self.act(self.layer(self.batch(x))) + x
+
+
+def test_a_parameter_that_is_frozen_between_a_checkpoint_and_its_backward():
+    """What the recomputation keeps has the same shapes in another order: gradients were wrong, without an error."""
+    stock = Normed().double()
+    patched = fastlayers.patch_model(copy.deepcopy(stock))
+    for _ in range(3):
+        patched(inputs()).sum().backward()
+    out = checkpoint(patched, inputs(), use_reentrant=False)
+    patched.batch.weight.requires_grad_(False)
+    with pytest.raises(CheckpointError, match=r"different metadata|A different number of tensors"):
+        torch.autograd.grad(out.sum(), [patched.batch.bias, patched.layer.weight])

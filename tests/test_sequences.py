@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 )
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fastlayers
 from fastlayers.patching.rewrite import regions
@@ -35,7 +35,7 @@ from fastlayers.patching.rewrite.regions import Region
 
 MODES = ["grad", "grad", "grad", "no_grad", "checkpoint"]
 WRITTEN = ["scale", "steps", "twice", "mean", "data", "in place"]
-SEQUENCES = int(os.environ.get("FASTLAYERS_SEQUENCES", "25"))
+SEQUENCES = int(os.environ.get("FASTLAYERS_SEQUENCES", "100"))
 WIDTH = 6
 #: What a patched model may raise and a stock one does not: docs/guarantees.md says when.
 ALLOWED = (
@@ -140,9 +140,15 @@ class Twins(RuleBasedStateMachine):
                 errors.append(error)
         if errors[1] is not None and errors[0] is None:
             assert any(text in str(errors[1]) for text in ALLOWED), errors[1]
-        if errors[0] is not None:
+        # A fused operation does not keep what an operation in place overwrites.
+        lenient = isinstance(errors[0], CheckpointError) or "modified by an inplace operation" in str(errors[0])
+        if errors[0] is not None and not lenient:
             assert errors[1] is not None, errors[0]
-        return found if errors == [None, None] else None
+        if errors == [None, None]:
+            return found
+        for model in self.models:
+            model.zero_grad()
+        return None
 
     @rule(
         target=calls, rows=st.sampled_from([3, 3, 3, 5]), mode=st.sampled_from(MODES), seed=st.integers(0, 5),
@@ -277,7 +283,7 @@ Twins.TestCase.settings = settings(
 
 @pytest.mark.filterwarnings("ignore")
 def test_sequences(monkeypatch):
-    """Half of the calls run as regions at least."""
+    """A quarter of the calls run as regions at least: children are called op by op beside these."""
     monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
     monkeypatch.setattr(regions, "CALLS", 1)
     counts = {"calls": 0, "regions": 0}
@@ -294,4 +300,4 @@ def test_sequences(monkeypatch):
     monkeypatch.setattr(Region, "__call__", counted)
     monkeypatch.setattr(Region, "run", as_region)
     Twins.TestCase("runTest").runTest()
-    print(counts)
+    assert counts["regions"] > counts["calls"] / 4, counts

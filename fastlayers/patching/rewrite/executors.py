@@ -7,6 +7,7 @@ uses more of torch than the stable ABI: ``csrc/regions`` is built for one versio
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -96,10 +97,14 @@ def executor_class() -> type[Executor]:
 BINDINGS: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
 
 
+_identities = itertools.count(1)
+
+
 class PythonExecutor:
     """Two functions, whose source is written from a program.
 
     Attributes:
+        identity: a number that no other one of this process has.
         forward: of the inputs; gives the results, and what is kept.
         backward: of the gradients of the results and a list of what was kept, which it empties, so that nothing is held
             longer than needed; gives a gradient, or None, for each wanted input.
@@ -122,7 +127,7 @@ class PythonExecutor:
                 *write(program.backward, [name for name in program.wanted if name is not None], scope),
                 f"    return {items(str(name) for name in program.wanted)}",
             ]
-        self.facts, self.source = facts, "\n".join(lines) + "\n"
+        self.facts, self.source, self.identity = facts, "\n".join(lines) + "\n", next(_identities)
         made = compiled(self.source, tuple(scope.items()))
         self.forward: Any = made["forward"]
         self.backward: Any = made.get("backward")
@@ -155,10 +160,13 @@ class Node(torch.autograd.Function):
             torch.autograd.graph.increment_version(t)
             given.versions[i] = t._version
         ctx.set_materialize_grads(False)
+        marks: Tensors = ()
         ctx.kept, ctx.made = len(kept), ()
-        if dispatch.hooks_decide_what_is_kept():  # A checkpoint does not keep what it computes again.
+        if dispatch.hooks_decide_what_is_kept():  # A checkpoint does not keep what it computes again,
             ctx.made = tuple(i for i, t in enumerate(given.parameters) if t is not None and t.grad_fn is not None)
-        ctx.save_for_backward(*kept, *(given.parameters[i] for i in ctx.made))
+            # and gives what its recomputation keeps to this node, by order. It compares shapes, so these differ.
+            marks = (torch.empty(0, executor.identity),)
+        ctx.save_for_backward(*kept, *(given.parameters[i] for i in ctx.made), *marks)
         given.forget(ctx.made)
         ctx.executor, ctx.again, ctx.given = executor, again, given
         if executor.facts.constant:
@@ -176,7 +184,7 @@ class Node(torch.autograd.Function):
                     "Trying to backward through the graph a second time: the inputs of a patched forward were freed. "
                     "Specify retain_graph=True in the first backward"
                 )
-            ctx.given.remember(ctx.made, ctx.saved_tensors[ctx.kept :])
+            ctx.given.remember(ctx.made, ctx.saved_tensors[ctx.kept : ctx.kept + len(ctx.made)])
             needs = ctx.needs_input_grad[4:]
             if derived:
                 found = ctx.again.differentiate(ctx.given, active, needs)

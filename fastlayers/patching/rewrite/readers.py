@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,9 +54,12 @@ class Reader:
             layers = ", ".join(shortened(called[layer], names) for pair in pairs for layer in pair)
             lines += [f"    folded = folded_tensors({layers})", "    if folded is None:", "        raise KeyError"]
         # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but a forward may tell them apart.
-        numbers = (e for e, value in reads.values.items() if type(value) in NUMBERS and may_change_type(e))
-        self._expressions = [*reads.values, *(f"type({e})" for e in numbers)]
-        self._floats = [i for i, value in enumerate(reads.values.values()) if has_float(value)]
+        typed = {test.partition(" is ")[0] for test in reads.tests}
+        types = [f"type({e})" for e, value in reads.values.items() if type(value) in NUMBERS and is_assigned(e)]
+        types = [each for each in types if each not in typed]
+        zeros = [f"copysign(1.0, {e})" for e, value in reads.values.items() if type(value) is float and value == 0]
+        self._expressions = [*reads.values, *types, *zeros]
+        self._floats = [i for i, v in enumerate(reads.values.values()) if type(v) is not float and has_float(v)]
         values = "".join(f"\n        {shortened(expression, names)}," for expression in self._expressions)
         tensors = "".join(f"\n        {shortened(e, names)}," for e in (*used, *(["*folded"] if pairs else [])))
         lines.append(f"    return ({values}\n    ), ({tensors}\n    )")
@@ -64,6 +68,7 @@ class Reader:
         scope = {
             **reads.namespace,
             "calls_are_torchs": calls_are_torchs,
+            "copysign": math.copysign,
             "global_hooks": GLOBAL_HOOKS,
             "folded_tensors": folded_tensors,
         }
@@ -86,9 +91,8 @@ class Reader:
             return None
 
     def exact(self, values: tuple[Any, ...]) -> Any:
-        """What tells values apart that are equal, where a float is in a container or is 0; None if nothing does."""
-        found = [(i, exactly(values[i])) for i in self._floats if not values[i] or type(values[i]) is not float]
-        return found or None
+        """What tells containers with floats apart that are equal; None if there are none."""
+        return [exactly(values[i]) for i in self._floats] or None
 
     def check(self, module: nn.Module, values: tuple[Any, ...]) -> None:
         """Test that a forward would read what it read before.
@@ -126,7 +130,7 @@ class Reader:
 NUMBERS = frozenset({bool, int, float})
 
 
-def may_change_type(expression: str) -> bool:
+def is_assigned(expression: str) -> bool:
     """Whether an expression names something that Python code assigns. ``Module.train`` tests what it is given."""
     return not expression.endswith(".training") and "(" not in expression and " is " not in expression
 
