@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import itertools
 import os
 import tempfile
@@ -89,6 +90,12 @@ def long_ones_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]
         mine = [*alone[worker::workers], *(shared if worker == workers - 1 else [])]
         found += [*mine, *itertools.islice(others, max(0, part - len(mine)))]
     return [*found, *others]
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays. The collector takes a second for torch and all cases, and leaves it out from now on."""
+    gc.collect()
+    gc.freeze()
 
 
 def process_wide_state() -> dict[str, Any]:
