@@ -213,11 +213,8 @@ class Again(NamedTuple):
         if entry.code is not entry.plain:
             entry.apart = True
             kept = self.kept_by_plain(given)
-        dys = [
-            dy if dy.stride() == strides else dispatch.with_strides(dy, strides)
-            for dy, strides in zip(grads, entry.facts.strides, strict=True)
-            if dy is not None
-        ]
+        laid_out = zip(grads, entry.facts.strides, strict=True)
+        dys = [dispatch.with_strides(dy, strides) for dy, strides in laid_out if dy is not None]
         with excluding(KEYS):
             found = code.backward(dys, kept)
         return [dx if needed else None for dx, needed in zip(found, needs, strict=True)]
@@ -226,15 +223,13 @@ class Again(NamedTuple):
         """What the code without generated kernels keeps of the call."""
         entry = self.entry
         inputs = self.inputs(given)
-        old = dict(zip(entry.read, self.old, strict=True))
-        for i in entry.changed:
-            inputs[i] = old.get(i, inputs[i]).clone()
         with drawing(self.random, inputs), excluding(KEYS):
             _, kept = entry.plain.forward(*entry.order((*inputs, *entry.constants)))  # type: ignore[union-attr]
         return list(kept)
 
     def inputs(self, given: Given) -> list[Tensor]:
-        """What the call was given, in the order of the call; for a buffer that it changed, what there is now.
+        """What the call was given, in the order of the call. Of a buffer that it changes a copy: of the value before
+        the call, if the results depend on that.
 
         Raises:
             RuntimeError: another one was written since.
@@ -246,8 +241,11 @@ class Again(NamedTuple):
             if place in entry.changed:
                 given.versions[number] = version_of(given.parameters[number])
         ordered = given.unchanged()
-        inputs = [t for _, t in sorted(zip(places, ordered, strict=True), key=operator.itemgetter(0))]
-        return inputs[: total - len(entry.constants)]  # type: ignore[return-value]
+        inputs: Any = [t for _, t in sorted(zip(places, ordered, strict=True), key=operator.itemgetter(0))]
+        old = dict(zip(entry.read, self.old, strict=True))
+        for i in entry.changed:
+            inputs[i] = old.get(i, inputs[i]).detach().clone()
+        return inputs[: total - len(entry.constants)]  # type: ignore[no-any-return]
 
     def differentiate(self, given: Given, grads: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of a region's inputs with a graph of their own: its forward runs again, op by op.
@@ -260,13 +258,9 @@ class Again(NamedTuple):
         wants_graph = torch.is_grad_enabled()
         entry.differentiated |= wants_graph
         wanted = {*entry.order(range(len(inputs) + len(entry.constants)))[: entry.facts.wanted]}
-        old = dict(zip(entry.read, self.old, strict=True))
         with torch.enable_grad():
-            # Of aliases: an argument may itself depend on another one. What is written is a copy.
-            aliases = [
-                old.get(i, t).detach().clone() if i in entry.changed else alias(t) if i in wanted else t.detach()
-                for i, t in enumerate(inputs)
-            ]
+            # Of aliases: an argument may itself depend on another one.
+            aliases = [alias(t) if i in wanted else t.detach() for i, t in enumerate(inputs)]
             flat = Flat(aliases[: entry.count])
             args, kwargs = (unflatten(part, flat) for part in entry.pattern)
             module = entry.stand_in

@@ -178,7 +178,7 @@ class Node(torch.autograd.Function):
         facts = ctx.executor.facts
         active = tuple(grads[i] for i in facts.active)
         derived = torch.is_grad_enabled() or any(dy is not None and dispatch.needs_double_backward(dy) for dy in active)
-        if derived or None in active:
+        if derived or any(dy is None for dy in active):
             if ctx.given is None:
                 raise RuntimeError(
                     "Trying to backward through the graph a second time: the inputs of a patched forward were freed. "

@@ -105,12 +105,12 @@ class DeferredLogits(NamedTuple):
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Tensor:
         rows, bias = self.rows, self.head.bias
+        if target.is_floating_point():  # probabilities, of which none is ignored
+            options.pop("ignore_index", None)
         of_logits = functools.partial(self.of_logits, target, **options)
         options |= {"softcap": self.softcap, "logit_scale": self.scale, "low_rank": self.low_rank(rows)}
         if bias is not None and self.head.dtype is not None:
             bias = bias.to(self.head.dtype)
-        if target.is_floating_point():  # probabilities, of which none is ignored
-            options.pop("ignore_index", None)
         loss = functional.linear_cross_entropy(rows, self.head.weight, target, linear_bias=bias, **options)
         if self.link is None or not loss.requires_grad:
             return loss
