@@ -386,12 +386,12 @@ def test_parameters_that_move_before_a_backward():
         def fits(self, dys):
             return True
 
-        def backward(self, dys):
+        def backward(self, call, dys):
             raise AssertionError("the graph was replayed")
 
     capture = Replayed(
         state=State(model, x.device), places=[], present=type(model).forward, autocast=autocast_state(), stale="",
-        communicates=False,
+        communicates=False, read=[],
     )  # fmt: skip
     (out,) = Replay.apply(capture, Call(model, pattern, []), given, *parameters)
     with torch.no_grad():
@@ -531,15 +531,17 @@ def test_layers_that_share_memory(order, together):
 
 
 def test_what_graphs_that_share_memory_write_over():
-    pool, calls = Pool(shared=True), [Call(nn.Identity(), (), []) for _ in range(3)]
+    kept = [torch.full((2,), float(i)) for i in range(3)]
+    pool, calls = Pool(shared=True), [Call(nn.Identity(), (), [], [t]) for t in kept]
     numbers = [pool.number() for _ in calls]
     for number, call in zip(numbers, calls, strict=True):
         pool.overwrite(number)
         pool.expect(number, call)
     pool.overwrite(numbers[2])
-    assert not any(call.done for call in calls)
+    assert pool.pending() == calls
     pool.overwrite(numbers[1])
-    assert [call.done for call in calls] == [False, False, True]
+    assert pool.pending() == calls[:2]
+    assert torch.equal(calls[2].copies[0], kept[2])
 
 
 def test_a_region_stays_that_of_a_graphed_module(monkeypatch):

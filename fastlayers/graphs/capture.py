@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any
@@ -12,16 +12,19 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 
+from fastlayers.graphs import debug
 from fastlayers.graphs.gradients import Gradients
-from fastlayers.graphs.pool import Call, Pool, in_one_segment
-from fastlayers.graphs.state import State, UncapturedError, begun_collectives
+from fastlayers.graphs.pool import Call, Pool, in_memory, in_one_segment
+from fastlayers.graphs.state import State, UncapturedError, begun_collectives, storage
 from fastlayers.graphs.words import InWords
-from fastlayers.ops.dispatch import PLAIN
+from fastlayers.ops.dispatch import PLAIN, KeptAsIs, kept_as_is
 from fastlayers.ops.dtensor import Whole, differentiable_shard_of, memory_of, shard_of
 from fastlayers.patching.rewrite.entries import autocast_as, autocast_state, drawing, random_state
 from fastlayers.patching.rewrite.patterns import Flat, unflatten
 from fastlayers.patching.rewrite.results import OpaqueError, Taken, put_together, take_apart, tensors_in
+from fastlayers.patching.runtime.checks import original_class
 
 __all__ = ["COMMUNICATES", "Capture", "capturing"]
 
@@ -82,7 +85,7 @@ class Capture:
         pool: Pool,
     ) -> None:
         self.present, self.state, self.pool = present, state, pool
-        self.device = given[0].device
+        self.device, self.name = given[0].device, original_class(module).__name__
         self.replays = 0
         #: Why no further call may be replayed; empty as long as that is not so.
         self.stale = ""
@@ -118,9 +121,12 @@ class Capture:
         flat = Flat(self.inputs)
         args, kwargs = (unflatten(part, flat) for part in pattern)
         torch.clear_autocast_cache()  # A cast that was made before would be memory of somebody else.
+        before = self.pool.blocks(used=True)
         self._forward: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
+        self._saved = Storages()
         with captured(self._forward, self.device, self.pool):
-            out = self.present(module, *args, **(kwargs or {}))
+            with saved_tensors_hooks(self._saved, kept_as_is):
+                out = self.present(module, *args, **(kwargs or {}))
             results = Taken()
             try:
                 self._parts = take_apart(out, results)
@@ -132,6 +138,9 @@ class Capture:
             del results
         self._check(self.results, module)
         self._active = [t.requires_grad for t in self.results]
+        left = set(self.pool.blocks(used=True)).difference(before)
+        #: What the forward leaves for the backward.
+        self._kept = [*(in_memory(block, self.device) for block in left), *(t.detach() for t in self.inputs)]
 
     def _check(self, results: Sequence[Tensor], module: nn.Module) -> None:
         if not results:
@@ -163,7 +172,7 @@ class Capture:
                 grads = torch.autograd.grad(results, wanted, self._dys, retain_graph=keep, allow_unused=True)
                 self._whole_grads = [Whole.of(grad) for grad in grads if grad is not None]
                 grads = [None if grad is None else shard_of(grad) for grad in grads]
-            self._kept = [t.grad_fn for t in results] if keep else []
+            self._nodes = [t.grad_fn for t in results] if keep else []
             # One that is a view would keep the tensor that it is a view of, and seem to share its memory.
             grads = [None if grad is None else grad.detach() for grad in grads]
             del results
@@ -174,6 +183,13 @@ class Capture:
         self.places = [i for i, there in zip(places, reached, strict=False) if there]
         self._parameters = [p for p, there in zip(parameters, reached[len(places) :], strict=True) if there]
         self._grads = [grad for grad in grads if grad is not None]
+        idle = [p for p, there in zip(parameters, reached[len(places) :], strict=True) if not there]
+        #: The tensors of the module that the backward reads,
+        self.needed = [t for t in self.state.tensors if storage(memory_of(t)) in self._saved.found]
+        known = {*map(id, self.needed)}
+        #: and after them others that the forward reads again. torch does not count the writes of inference mode.
+        self.read = [*self.needed, *(t for t in (*self.state.constant, *idle) if id(t) not in known)]
+        self.read = [t for t in self.read if not t.is_inference()]
 
     @cached_property
     def _gradients(self) -> Gradients:
@@ -196,17 +212,27 @@ class Capture:
     def busy(self) -> bool:
         """Whether the backward of an earlier call may still come, which needs what this one would overwrite."""
         call = self._pending() if self._pending is not None else None
-        return call is not None and not call.done
+        return call is not None and call.pending
 
     def run(self, module: nn.Module, pattern: Any, given: Sequence[Tensor]) -> Any:
         """The result of a call."""
+        if not debug.ENABLED:
+            return self._run(module, pattern, given)
+        expected = tensors_in(uncaptured(self, module, pattern, given, random_state(given), {}))
+        out = self._run(module, pattern, given)
+        debug.compare(tensors_in(out), expected, f"results of a {self.name}")
+        return out
+
+    def _run(self, module: nn.Module, pattern: Any, given: Sequence[Tensor]) -> Any:
         self.pool.write(self._number, self.device)
         with torch.no_grad():
             torch._foreach_copy_(self.inputs, list(given))
         self.replays += 1
         if not any(self._active):
             return self._put_together(self.forward())
-        call = Call(module, pattern, random_state(given) if self._draws else [])
+        random = random_state(given) if self._draws else []
+        increment_version(self.state.changed)  # A replay does not.
+        call = Call(module, pattern, random, self._kept, self.state.changed, self.read)
         self._pending = ref(call)
         self.pool.expect(self._number, call)
         wanted = *(given[i] for i in self.places), *self._parameters
@@ -233,19 +259,39 @@ class Capture:
 
     def forward(self) -> tuple[Tensor, ...]:
         self._forward.replay()
-        return tuple(t.clone() for t in self.results)
+        results = tuple(t.clone() for t in self.results)
+        if debug.ENABLED:
+            debug.spoil(self.pool, self.device)
+        return results
 
     def constant(self, results: Sequence[Tensor]) -> list[Tensor]:
         """The results that need no gradient."""
         return [t for t, active in zip(results, self._active, strict=True) if not active]
 
+    def check(self, call: Call) -> None:
+        """Raise torch's error if something that the backward reads was written since the call."""
+        for t, version in zip(self.needed, call.versions, strict=False):
+            if t._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: a"
+                    f" parameter or buffer of shape {[*t.shape]} of a graphed {self.name} is at version {t._version};"
+                    f" expected version {version} instead"
+                )
+
     def fits(self, dys: Sequence[Tensor | None]) -> bool:
         """Whether only results that received a gradient in the calls before do so now."""
         return all(dy is None or i in self.used for i, dy in enumerate(dys))
 
-    def backward(self, dys: Sequence[Tensor | None]) -> list[Tensor]:
+    def backward(self, call: Call, dys: Sequence[Tensor | None]) -> list[Tensor]:
+        again = torch._C._autograd._get_current_graph_task_keep_graph()
         with self.pool.lock:
-            self.pool.write(self._number, self.device)
+            if call.pending:
+                self.pool.write(self._number, self.device)
+                if again:
+                    call.save()
+            else:  # Another call of this graph may wait for its backward.
+                self.pool.write(self._number - 1, self.device)
+                call.restore()
             for static, i in zip(self._dys, self.used, strict=True):
                 dy = dys[i]
                 if dy is None:
@@ -254,12 +300,27 @@ class Capture:
                     static.copy_(dy)
             self._backward.replay()
             grads = self._gradients.hand_out()
+        if not again:
+            call.done, call.copies = True, None
+        if debug.ENABLED:
+            debug.spoil(self.pool, self.device)
         return [t if whole is None else whole.of_shard(t) for t, whole in zip(grads, self._whole_grads, strict=True)]
+
+
+class Storages(KeptAsIs):
+    """A hook on saved tensors that notes their storages."""
+
+    def __init__(self) -> None:
+        self.found: set[int] = set()
+
+    def __call__(self, t: Tensor) -> Tensor:
+        self.found.add(storage(t))
+        return t
 
 
 class Replay(torch.autograd.Function):
     """A replayed call. What its backward needs is in the memory of the graphs; the arguments are kept in case that the
-    backward is differentiated or runs twice, for which the forward runs again."""
+    backward is differentiated, for which the forward runs again."""
 
     @staticmethod
     def forward(ctx: Any, capture: Capture, call: Call, given: Sequence[Tensor], *wanted: Tensor) -> Any:
@@ -283,33 +344,35 @@ class Replay(torch.autograd.Function):
         elif not capture.state.is_in_place():
             capture.stale = "its parameters move between a forward and its backward"
         elif not call.done:
-            grads = capture.backward(dys)
-            call.done = True
+            capture.check(call)
+            grads = capture.backward(call, dys)
+            if debug.ENABLED:
+                with suppress(NotAgainError):
+                    debug.compare(grads, again(ctx, dys), f"gradients of a {capture.name}")
             return None, None, None, *grads
         return None, None, None, *again(ctx, dys)
 
 
 def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The gradients by a second forward, uncaptured."""
+    """The gradients by a second forward, uncaptured.
+
+    Raises:
+        RuntimeError: the forward would not be that of the call.
+    """
     capture, call = ctx.capture, ctx.call
     if capture.communicates:
-        reason = capture.stale or "another call or backward came in between"
-        raise RuntimeError(
-            f"{reason}: the forward of a graphed module would have to run again, and it communicates with other"
-            " processes, which might not run it. Call fastlayers.ungraph_model(model) before such a call"
-        )
+        raise not_again(capture, "it communicates with other processes, which might not run it")
     tensors = ctx.saved_tensors
     given, wanted = tensors[: ctx.count], tensors[ctx.count :]
-    module = call.module()
+    module, state = call.module(), capture.state
     if module is None:
-        raise RuntimeError("to repeat the forward of a graphed module takes the module, which was deleted")
-    buffers = list(module.buffers())  # Their values are those after the forward.
-    with torch.enable_grad(), no_graphs(), substituted(module, buffers, [t.clone() for t in buffers]):
+        raise not_again(capture, "the module was deleted")
+    with torch.enable_grad(), autocast_as(capture.autocast):  # The backward may be outside of it.
+        if not state.is_same() or call.versions != [t._version for t in capture.read]:
+            raise not_again(capture, "its modules, parameters, buffers, attributes or hooks have changed since")
+        old = dict(zip(map(id, state.changed), call.old, strict=True))
         aliases = [t.view_as(t) for t in given]  # An argument may itself depend on another one.
-        flat = Flat(aliases)
-        args, kwargs = (unflatten(part, flat) for part in call.pattern)
-        with autocast_as(capture.autocast), drawing(call.random, given):  # The backward may be outside of it.
-            out = capture.present(module, *args, **(kwargs or {}))
+        out = uncaptured(capture, module, call.pattern, aliases, call.random, old)
     results = [differentiable_shard_of(t) for t in tensors_in(out)]
     chosen = [i for i, dy in enumerate(dys) if dy is not None]
     parameters = wanted[len(capture.places) :]
@@ -319,6 +382,34 @@ def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         [dys[i] for i in chosen],
         create_graph=torch.is_grad_enabled(),
         allow_unused=True,
+    )
+
+
+def uncaptured(
+    capture: Capture,
+    module: nn.Module,
+    pattern: Any,
+    given: Sequence[Tensor],
+    random: Sequence[Tensor],
+    old: Mapping[int, Tensor],
+) -> Any:
+    """The result of a call op by op, which leaves the buffers as they are. Of some the ``old`` values are read."""
+    buffers, flat = list(module.buffers()), Flat(given)
+    args, kwargs = (unflatten(part, flat) for part in pattern)
+    clones = [old.get(id(t), t).clone() for t in buffers]
+    with no_graphs(), substituted(module, buffers, clones), drawing(random, given):
+        return capture.present(module, *args, **(kwargs or {}))
+
+
+class NotAgainError(RuntimeError):
+    """A forward would not give again what it gave in a call."""
+
+
+def not_again(capture: Capture, reason: str) -> NotAgainError:
+    why = capture.stale or "its gradients are compared"
+    return NotAgainError(
+        f"{why}: the forward of a graphed module would have to run again, and {reason}. Call"
+        " fastlayers.ungraph_model(model) before such a call"
     )
 
 
@@ -337,6 +428,7 @@ def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool) -> I
     try:
         with in_one_segment(device), capture:
             yield
+        pool.use(graph)
     except Exception as error:
         torch.cuda.set_stream(present)
         recover(graph, stream)
@@ -391,7 +483,3 @@ def like(t: Tensor) -> Tensor:
     """Memory for an argument, with its strides."""
     made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
     return made.copy_(t.detach()).requires_grad_(t.requires_grad)
-
-
-def storage(t: Tensor) -> int:
-    return t.untyped_storage()._cdata

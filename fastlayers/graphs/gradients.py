@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastlayers.graphs.pool import in_memory
+
 __all__ = ["Gradients"]
 
 _uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
@@ -66,8 +68,7 @@ class Gradients:
 
 def same_memory(t: Tensor) -> Tensor:
     """A tensor in the memory of one that fills its storage, which does not keep it."""
-    memory = torch._C._construct_storage_from_data_pointer(t.data_ptr(), t.device, t.nbytes)
-    return torch.empty(0, dtype=t.dtype, device=t.device).set_(memory, 0, t.size(), t.stride())
+    return in_memory((t.data_ptr(), t.nbytes), t.device, t.dtype).as_strided(t.size(), t.stride())
 
 
 def uses(tensors: Sequence[Tensor]) -> list[int]:

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from fastlayers.graphs.capture import COMMUNICATES, Capture, capturing
 from fastlayers.graphs.pool import Pool
-from fastlayers.graphs.state import Counter, Generators, State, UncapturedError, draw, waits
+from fastlayers.graphs.state import Counter, Generators, State, UncapturedError, draw, storage, waits
 from fastlayers.patching.capture.syntax import containers_in, contents, same_items
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import become, check_subclassing, is_sharded, seal
@@ -193,12 +193,15 @@ class Graphs:
             self.turn_off(signature, module, "draws random numbers on the CPU")
         elif not state.holds():
             self.turn_off(signature, module, "changes attributes of its modules")
+        elif not counter.written.isdisjoint(map(storage, given)):
+            self.turn_off(signature, module, "writes into an argument")
         elif any(not same_items(contents(each), before) for each, before in zip(containers, held, strict=True)):
             self.turn_off(signature, module, "changes a list or a dict that it is given")
         elif any(each is container for each in containers_in(out) for container in containers):
             self.turn_off(signature, module, "returns a list or a dict that it is given")
         if signature.reason:
             return out
+        state.note_written(counter.written)
         signature.waits = places[0] if places else ""
         # Other tensors than those of the module, which get a gradient in there too: logits that the loss comes from do.
         outside = [t.view_as(t) if t.requires_grad else t for t in results]

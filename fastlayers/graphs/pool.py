@@ -5,16 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
-from typing import Any
-from weakref import ReferenceType, ref
+from functools import cache
+from typing import Any, TypeAlias
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["Call", "Pool", "in_one_segment"]
+__all__ = ["Call", "Pool", "Range", "in_memory", "in_one_segment"]
+
+#: The address and the size of memory in bytes.
+Range: TypeAlias = tuple[int, int]
 
 #: The setting of torch's allocator for segments that grow.
 GROWING = "expandable_segments"
@@ -25,18 +28,51 @@ VIRTUAL_MEMORY = 102
 class Call:
     """A replayed forward whose backward may come.
 
-    Attributes:
-        module: a weak reference; a module that keeps its result would be kept by it.
+    Args:
+        module: kept by a weak reference; one that keeps its result would be kept by it.
         pattern: of the arguments.
         random: the states of the generators before.
-        done: whether what it kept is gone: its backward was replayed, or another graph that shares its memory.
+        kept: the memory in which the forward left what its backward needs.
+        buffers: of the module, that the forward changes.
+        read: other tensors of the module that the backward or another forward reads.
+
+    Attributes:
+        old: the values of ``buffers`` before the call.
+        versions: of ``read``.
+        copies: of what is in ``kept``, if another graph has written there.
+        done: whether its backward was replayed, and nobody asked to keep what it needs.
     """
 
-    def __init__(self, module: nn.Module, pattern: Any, random: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        pattern: Any,
+        random: list[Tensor],
+        kept: Sequence[Tensor] = (),
+        buffers: Sequence[Tensor] = (),
+        read: Sequence[Tensor] = (),
+    ) -> None:
         self.module: ReferenceType[nn.Module] = ref(module)
-        self.pattern = pattern
-        self.random = random
+        self.pattern, self.random, self.kept = pattern, random, kept
+        self.old = [t.detach().clone() for t in buffers]
+        self.versions = [t._version for t in read]
+        self.copies: list[Tensor] | None = None
         self.done = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether its backward needs what is in the memory of the graphs now."""
+        return not self.done and self.copies is None
+
+    def save(self) -> None:
+        """Copy what the backward needs, on the present stream, before it is overwritten."""
+        self.copies = [t.clone() for t in self.kept]
+
+    def restore(self) -> None:
+        """Put back what was copied."""
+        for t, copy in zip(self.kept, self.copies or (), strict=True):
+            copy.record_stream(torch.cuda.current_stream(copy.device))
+            t.copy_(copy)
 
 
 class Pool:
@@ -44,7 +80,8 @@ class Pool:
 
     Where several share it, the layers of one model, each keeps what its forward leaves for its backward, and the rest
     is free for those that are captured later. So a graph writes only over what graphs that were captured later keep:
-    in a backward, which runs from the last layer to the first, over nothing that is needed.
+    in a backward, which runs from the last layer to the first, over nothing that is needed. In another order what a
+    backward needs is copied before.
 
     Args:
         shared: whether graphs of several modules or signatures are captured into it.
@@ -54,13 +91,22 @@ class Pool:
         self.shared = shared
         self.lock = threading.RLock()
         self._graphs = 0
+        self._handle: Any = None
+        self._users: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self._calls: list[tuple[int, ReferenceType[Call]]] = []
         self._stream: torch.cuda.Stream | None = None
 
-    @cached_property
+    @property
     def handle(self) -> Any:
-        """What torch knows it by, if it has a GPU."""
-        return torch.cuda.graph_pool_handle()
+        """What torch knows it by, if it has a GPU; another one if no graph uses it any more, since torch has closed
+        that pool."""
+        if not self._users:
+            self._handle = torch.cuda.graph_pool_handle()
+        return self._handle
+
+    def use(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Note that a graph was captured into it."""
+        self._users.add(graph)
 
     def number(self) -> int:
         """The number of a new capture."""
@@ -80,12 +126,29 @@ class Pool:
         self.overwrite(number)
 
     def overwrite(self, number: int) -> None:
-        """Note that the memory is gone that a graph with this number writes over."""
+        """Save what a graph with this number is about to write over."""
         calls = [(other, each, each()) for other, each in self._calls]
         for other, _, call in calls:
-            if call is not None and other > number:
-                call.done = True
-        self._calls = [(other, each) for other, each, call in calls if call is not None and not call.done]
+            if call is not None and call.pending and other > number:
+                call.save()
+        self._calls = [(other, each) for other, each, call in calls if call is not None and call.pending]
+
+    def pending(self) -> list[Call]:
+        """The calls whose backward needs what is in this memory."""
+        return [call for _, each in self._calls if (call := each()) is not None and call.pending]
+
+    def blocks(self, used: bool) -> list[Range]:
+        """The memory that tensors have, or that which none has."""
+        segments = [each for each in torch.cuda.memory_snapshot() if each["segment_pool_id"] == self.handle]
+        blocks = (block for segment in segments for block in segment["blocks"])
+        return [(block["address"], block["size"]) for block in blocks if (block["state"] != "inactive") == used]
+
+
+def in_memory(memory: Range, device: torch.device, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """A tensor of memory that it does not keep."""
+    address, size = memory
+    storage = torch._C._construct_storage_from_data_pointer(address, device, size)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch._ops import HigherOrderOperator
+from torch.nn.modules.batchnorm import _NormBase
 
 from fastlayers.ops.dispatch import PLAIN, QuietMode, is_dtensor
 from fastlayers.ops.dtensor import handlers, memory_of
@@ -28,7 +29,7 @@ from fastlayers.patching.rewrite.regions import attentions
 from fastlayers.patching.rewrite.tape import communicates
 from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS, original_class
 
-__all__ = ["Counter", "Generators", "State", "UncapturedError", "begun_collectives", "draw", "waits"]
+__all__ = ["Counter", "Generators", "State", "UncapturedError", "begun_collectives", "draw", "storage", "waits"]
 
 aten = torch.ops.aten
 COPIES = (aten.copy_.default, aten._to_copy.default)
@@ -102,6 +103,11 @@ class State:
                 raise UncapturedError(f"a {type(each).__name__} has hooks")
         if any(GLOBAL_HOOKS):
             raise UncapturedError("hooks on all modules")
+        # A batch norm that trains does not read its statistics.
+        unread = {id(t) for each in modules if isinstance(each, _NormBase) and each.training for t in each.buffers()}
+        #: Tensors without a gradient that a forward may read, and those that it changes: see :meth:`note_written`.
+        self.constant = [t for t in self.tensors if not t.requires_grad and id(t) not in unread]
+        self.changed: list[Tensor] = []
         self.addresses = self.present_addresses()
         self.trained = [t.requires_grad for t in self.tensors]
         options: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
@@ -125,8 +131,17 @@ class State:
             pending += [scope.get(name) for name in names]
             pending += [getattr(kind, name, None) for name in attributes]
 
+    def note_written(self, written: set[int]) -> None:
+        """Note which buffers a call changed, by the storages that it wrote."""
+        self.changed = [t for t in self.constant if storage(memory_of(t)) in written]
+        self.constant = [t for t in self.constant if storage(memory_of(t)) not in written]
+
     def holds(self) -> bool:
-        """Whether everything still is as it was."""
+        """Whether everything still is as it was, and where it was."""
+        return self.is_in_place() and self.is_same()
+
+    def is_same(self) -> bool:
+        """Whether everything still is as it was, though parameters may have moved."""
         try:
             same = (
                 self.dicts == self.copies
@@ -139,7 +154,6 @@ class State:
         return (
             same
             and self.hooks == self.known_hooks
-            and self.is_in_place()
             and (self.guard is None or self.guard.check(*map(memory_of, self.tensors)))
             and [t.requires_grad for t in self.tensors] == self.trained
             and [*map(type, self.inner)] == self.kinds
@@ -197,6 +211,7 @@ class Counter(QuietMode):
     Attributes:
         count: of those that compute something.
         communicates: whether one of them waits for other processes.
+        written: the storages that were written.
         copies: whether a tensor of the CPU is copied: a graph would read the memory of the first one in each replay.
         chances: numbers between 0 and 1 that were drawn on the CPU.
         decided: whether such a number was used otherwise than to find that it is not below 0, as a library does that
@@ -208,6 +223,7 @@ class Counter(QuietMode):
         self.count = 0
         self.communicates = self.copies = self.decided = False
         self.chances: list[Tensor] = []
+        self.written: set[int] = set()
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
@@ -216,6 +232,10 @@ class Counter(QuietMode):
             return out
         self.communicates |= communicates(func)
         returns = func._schema.returns
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.is_write:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                self.written.update(map(storage, value if isinstance(value, (list, tuple)) else [value]))
         self.count += not (returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write)
         given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
         if isinstance(out, Tensor) and out.is_cuda:
@@ -228,6 +248,10 @@ class Counter(QuietMode):
         if memory and any(t.dim() == 0 and t.data_ptr() in memory for t in given):
             self.decided |= not (func is aten.detach.default or (func is aten.lt.Scalar and args[1] <= 0))
         return out
+
+
+def storage(t: Any) -> int:
+    return t.untyped_storage()._cdata if isinstance(t, Tensor) else 0
 
 
 def begun_collectives() -> int:

@@ -97,15 +97,20 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
     return False
 
 
-def kept_as_is(t: Tensor) -> Tensor:
-    """What hooks on saved tensors do with those of a recording, which are not the ones of the call."""
-    return t
+class KeptAsIs:
+    """Hooks on saved tensors that keep them: those of a recording, which are not the ones of the call."""
+
+    def __call__(self, t: Tensor) -> Tensor:
+        return t
+
+
+kept_as_is = KeptAsIs()
 
 
 def hooks_decide_what_is_kept() -> bool:
     """Whether hooks on saved tensors decide what autograd keeps, as those of checkpoints do."""
     hooks = _top_saved_tensors_hooks(False)
-    return hooks is not None and hooks[0] is not kept_as_is
+    return hooks is not None and not isinstance(hooks[0], KeptAsIs)
 
 
 @cache
