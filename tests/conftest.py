@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from fastlayers import backends
-from fastlayers.patching.rewrite import regions
+from fastlayers.patching.rewrite import lint, regions
 from fastlayers.patching.rewrite.classes import Generated
 from fastlayers.patching.rewrite.entries import no_regions
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 
-regions.RAISE_ERRORS = True
+regions.RAISE_ERRORS = lint.ENABLED = True
 
 # Tests are small and run in parallel. Waiting OpenMP threads spin: on shared cores that makes a test ten times slower.
 torch.set_num_threads(1)

@@ -41,8 +41,8 @@ from fastlayers.patching.rewrite.absorption import absorbed
 from fastlayers.patching.rewrite.entries import no_regions
 from fastlayers.patching.rewrite.executors import KEYS, Facts, PythonExecutor, excluding
 from fastlayers.patching.rewrite.fusable import rounded_later
-from fastlayers.patching.rewrite.fusion import fused
 from fastlayers.patching.rewrite.lowering import DERIVATIVES, LOWERINGS
+from fastlayers.patching.rewrite.passes import fused
 from fastlayers.patching.rewrite.regions import region_class
 from fastlayers.patching.rewrite.residual_products import with_residual_products
 from fastlayers.patching.rewrite.tape import Operation, Program, Tape, Value, plain_name
@@ -114,7 +114,7 @@ def check(function, *inputs, tolerance=None, noise=1, seed=None):
     if seed is not None:
         torch.manual_seed(seed)
     program, tape, results, dys, gradients = recorded(function, inputs)
-    other = fused(program, tape.values)
+    other = fused(program)
     run = PythonExecutor(other, Facts())
     if seed is not None:
         torch.manual_seed(seed)
@@ -233,8 +233,8 @@ def test_as_near_to_float64_as_torch(name):
     torch.manual_seed(0)
     function, shapes, _ = CHAINS[name]
     inputs = [torch.randn(s, device="cuda").bfloat16().requires_grad_() for s in shapes]
-    program, tape, results, *_ = recorded(function, inputs)
-    run = PythonExecutor(fused(program, tape.values), Facts())
+    program, _, results, *_ = recorded(function, inputs)
+    run = PythonExecutor(fused(program), Facts())
     with torch.no_grad(), excluding(KEYS):
         actual, _ = run.forward(*inputs)
     exact = function(*(t.detach().double() for t in inputs))
@@ -703,7 +703,7 @@ def test_specialised(function, make, monkeypatch):
     torch.manual_seed(0)
     inputs = make("cpu")
     program, tape, results, dys, gradients = recorded(function, inputs)
-    other = specialised.specialised(program, tape.values, FakeTensorMode())
+    other = specialised.specialised(replace(program, fake=FakeTensorMode()))
     emulated = EMULATED | {torch.ops.fastlayers.gather_backward.default: summed}
     forward, backward = (
         [replace(o, function=emulated.get(o.function, o.function)) for o in part]
@@ -1050,7 +1050,7 @@ def test_what_norms_absorb(dtype, turned, norm):
 @pytest.mark.skipif(not hasattr(torch.ops.fastlayers, "layer_norm_forward"), reason="csrc is not built")
 def test_absorption_by_names():
     """What is needed otherwise keeps its dtype; what is added must be there before."""
-    values, ops, fake = {}, torch.ops.fastlayers, FakeTensorMode()
+    values, ops = {}, torch.ops.fastlayers
 
     def made(name, *shape, dtype=torch.float32):
         values[name] = torch.randn(shape).to(dtype)
@@ -1079,8 +1079,11 @@ def test_absorption_by_names():
         Operation(torch.ops.aten.add.Tensor, (Value("dx"), dy), {}, made("total", 4, 8), True, False),
     ]  # fmt: skip
     values["dlow"] = values["g0"].bfloat16()
-    program = Program(("x0", "x1"), forward, ("out",), ("x0", "x1", "stats", "low"), ("g0",), backward, ("total", "dw"))
-    found = absorbed(program, values, fake)
+    program = Program(
+        ("x0", "x1"), forward, ("out",), ("x0", "x1", "stats", "low"), ("g0",), backward, ("total", "dw"),
+        values=values, fake=FakeTensorMode(),
+    )  # fmt: skip
+    found = absorbed(program)
     assert names(found.forward) == ["layer_norm_forward", "relu"]
     assert found.forward[0].args[6] is torch.bfloat16
     low = found.forward[1].args[0].name
@@ -1100,19 +1103,19 @@ def test_absorption_by_names():
     ]
     values["viewed"] = values["rolled"].view(8, 4)
     moved = replace(program, forward=moving, kept=("x0", "x1", "stats", "low2"))
-    last = absorbed(moved, values, fake).forward
+    last = absorbed(moved).forward
     assert names(last) == ["layer_norm_forward", "roll", "clone", "relu"]
     assert last[0].args[6] is torch.bfloat16
     assert {values[o.makes[0]].dtype for o in last} == {torch.bfloat16}
     assert values[last[2].makes[0]].shape == (8, 4)
     kept = replace(moved, results=("out", "rolled"))
-    assert names(absorbed(kept, values, fake).forward) == ["layer_norm_forward", "roll", "clone", "to", "relu"]
+    assert names(absorbed(kept).forward) == ["layer_norm_forward", "roll", "clone", "to", "relu"]
     # As float32 something else reads it, or it is kept so; or the sum is one of what comes later.
-    assert names(absorbed(replace(program, kept=(*program.kept, "y")), values, fake).forward) == names(forward)
-    assert names(absorbed(replace(program, results=("out", "y")), values, fake).forward) == names(forward)
+    assert names(absorbed(replace(program, kept=(*program.kept, "y"))).forward) == names(forward)
+    assert names(absorbed(replace(program, results=("out", "y"))).forward) == names(forward)
     late = replace(backward[3], args=(Value("dx"), Value("later")))
     later = Operation(torch.ops.aten.neg.default, (dy,), {}, made("later", 4, 8), True, False)
-    assert "add" in names(absorbed(replace(program, backward=[*backward[:3], later, late]), values, fake).backward)
+    assert "add" in names(absorbed(replace(program, backward=[*backward[:3], later, late])).backward)
     # What a cast of the gradient makes, for something that no kernel is generated for, is written beside it.
     for source, shape in (("total", (4, 8)), ("flat", (32,))):
         view = Operation(torch.ops.aten.view.default, (Value("total"), shape), {}, made("flat", 32), True, False, True)
@@ -1122,17 +1125,17 @@ def test_absorption_by_names():
                             made("sum", *shape, dtype=torch.bfloat16), True, False)  # fmt: skip
         values["flat"] = values["total"].view(32)
         more = replace(program, backward=[*backward, view, cast, product], wanted=("total", "sum"))
-        last = absorbed(more, values, fake).backward[2:]
+        last = absorbed(more).backward[2:]
         assert last[0].args[9] is torch.bfloat16
         assert names(last) == ["layer_norm_backward", "cumsum"]
         assert last[0].makes[3] == ("dlow2" if source == "total" else "dlow2_whole")
         if INTERPRETED:  # Else no kernel is generated for tensors on a CPU.
             negated = replace(product, function=torch.ops.aten.neg.default, args=(Value("dlow2"),))
-            later = absorbed(replace(more, backward=[*more.backward[:-1], negated]), values, fake)
+            later = absorbed(replace(more, backward=[*more.backward[:-1], negated]))
             assert "to" in names(later.backward[3:])
     twice = Operation(torch.ops.aten.neg.default, (Value("dx"),), {}, made("other", 4, 8), True, False)
     twice = replace(program, backward=[*backward, twice], wanted=("total", "other"))
-    assert "add" in names(absorbed(twice, values, fake).backward)
+    assert "add" in names(absorbed(twice).backward)
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -1167,8 +1170,8 @@ def test_what_is_stored_on_the_way_to_its_sum(device, shape, turned):
 @pytest.mark.parametrize("device", PLACES)
 def test_less_is_kept(device):
     x = torch.randn(64, 64, device=device, requires_grad=True)
-    program, tape, *_ = recorded(lambda x: F.gelu(x) * torch.sigmoid(x) + torch.tanh(x), [x])
-    other = fused(program, tape.values)
+    program, *_ = recorded(lambda x: F.gelu(x) * torch.sigmoid(x) + torch.tanh(x), [x])
+    other = fused(program)
     assert len(program.kept) > 1
     assert other.kept == ("x0",)
 
@@ -1547,13 +1550,13 @@ def test_a_kernel_that_cannot_be_compiled(device, monkeypatch):
     with pytest.raises(regions.RecordingError, match="no compiler"):
         step()
     monkeypatch.setattr(regions, "RAISE_ERRORS", False)  # as users have it
-    with pytest.warns(PatchWarning, match="calls of Modulated .* fusing: RuntimeError: no compiler"):
+    with pytest.warns(PatchWarning, match="calls of Modulated .* the pass kernels: RuntimeError: no compiler"):
         step()
     step()
     (entry,) = entries_of(module)
     assert entry.refusal is None
     assert fastlayers.patch_report(module).rows[0].left[-1] == (
-        Reason.RECORDING_FAILED, "fusing: RuntimeError: no compiler"
+        Reason.RECORDING_FAILED, "the pass kernels: RuntimeError: no compiler"
     )  # fmt: skip
 
 
@@ -1960,7 +1963,7 @@ def test_a_thin_product_divided_by_zero(device):
     x, weight = torch.randn(17, 136, device=device).to(LOW), torch.randn(136, 72, device=device).to(LOW)
     a, b = torch.randn(136, 8, device=device).to(LOW), torch.randn(8, 72, device=device).to(LOW)
     program, tape, (expected,), _, _ = recorded(lambda x, w, a, b: x @ w + (x @ a) @ b / 0, (x, weight, a, b))
-    run = PythonExecutor(fused(program, tape.values), Facts())
+    run = PythonExecutor(fused(program), Facts())
     with torch.no_grad(), excluding(KEYS):
         (found,), _ = run.forward(x, weight, a, b, *tape.constants)
     assert torch.equal(found, expected)
@@ -2023,12 +2026,12 @@ def test_a_residual_sum_that_a_product_writes(device, case):
 def test_a_residual_sum_of_what_a_copy_that_became_a_view_has(device):
     """The copy was recorded in memory of its own."""
     t, w = (torch.randn(n, 64, device=device).to(LOW) for n in (35, 24))
-    program, tape, *_ = recorded(
+    program, *_ = recorded(
         lambda t, w: (h := t.tanh(), c := h.clone(), h + (h @ w.t()).sin() @ w, c @ w.t())[2:], [t, w]
     )
-    assert names_of(with_residual_products(program, dict(tape.values)).forward)["addmm_"] == 1
+    assert names_of(with_residual_products(program).forward)["addmm_"] == 1
     operations = [replace(o, view=plain_name(o.function) == "clone" or o.view) for o in program.forward]
-    other = with_residual_products(replace(program, forward=operations), dict(tape.values))
+    other = with_residual_products(replace(program, forward=operations))
     assert "addmm_" not in names_of(other.forward)
 
 

@@ -104,7 +104,7 @@ def check(function, *inputs, state=()):
             gradients = torch.autograd.grad(results, wanted, dys)
     asked = [tape.name(g) for g in gradients]
     program = tape.program(split, [tape.name(t) for t in results], names if wanted else [], asked)
-    other = with_residuals(program, tape.values)
+    other = with_residuals(program)
     after = [t.clone() for t in state]
     for t, value in zip(state, given, strict=True):
         t.data.copy_(value)
@@ -218,10 +218,10 @@ def test_what_is_written_in_between():
         Operation(torch.ops.aten.mul_.Scalar, (z, 2), {}, ("",), single=True, effect=True),
         Operation(torch.ops.aten.add.Tensor, (written, y), {}, (total.name,), single=True, effect=False),
     ]
-    program = Program(("x0", "x1", "x2"), forward, ("total",), (), (), [], ())
-    assert with_residuals(program, values) == program
+    program = Program(("x0", "x1", "x2"), forward, ("total",), (), (), [], (), values=values)
+    assert with_residuals(program) == program
     del forward[2]
-    assert len(with_residuals(replace(program, forward=forward), values).forward) == 2
+    assert len(with_residuals(replace(program, forward=forward)).forward) == 2
 
 
 def test_a_few_gradients_that_are_all_or_nothing():

@@ -49,9 +49,10 @@ ADDS = {"layer_norm_backward": 1}
 REPEATS = {"layer_norm_backward": (9, 3)}
 
 
-def absorbed(program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> Program:
+def absorbed(program: Program) -> Program:
     """The program with fewer casts and sums around the kernels of csrc. ``values`` gains those that are new, without
     memory."""
+    values, fake = program.values, program.fake
     place = 0
     while place < len(operations := (*program.forward, *program.backward)):
         name = kernel_name(operations[place])

@@ -44,8 +44,9 @@ CLONE = torch.ops.aten.clone.default
 ALIGNED = 8
 
 
-def with_given_layouts(program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> Program:
+def with_given_layouts(program: Program) -> Program:
     """The program without the copies. ``values`` gains the results in other layouts, without memory."""
+    values, fake = program.values, program.fake
     for operation in program.forward:
         if spelled(operation) in ATTENTIONS:
             program = without_copies(program, operation, values, fake) or program
@@ -132,8 +133,9 @@ def is_as_recorded(operation: Operation, values: dict[str, Tensor], fake: FakeTe
 # -- scales ------------------------------------------------------------------------------------------------------------
 
 
-def with_scales(program: Program, values: Mapping[str, Tensor]) -> Program:
+def with_scales(program: Program) -> Program:
     """The program, where attention has the factors of its queries and keys."""
+    values = program.values
     for attention in program.forward:
         for place in (0, 1) if spelled(attention) in ATTENTIONS else ():
             program = with_scale(program, attention.makes[0], place, values) or program

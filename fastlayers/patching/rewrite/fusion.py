@@ -20,12 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers.kernels.affine import Index
 from fastlayers.kernels.generated import FORMULAS, ROWS, SUMS, Kernel, Result, casts, compile_together
-from fastlayers.patching.rewrite.absorption import absorbed, kernel_name
-from fastlayers.patching.rewrite.attention import with_given_layouts, with_scales
+from fastlayers.patching.rewrite.absorption import kernel_name
 from fastlayers.patching.rewrite.fusable import (
     CASTS,
     FILLED,
@@ -44,15 +42,9 @@ from fastlayers.patching.rewrite.fusable import (
 )
 from fastlayers.patching.rewrite.kernel_writer import KernelWriter, NotFusableError, row_length
 from fastlayers.patching.rewrite.lowering import IN_PLACE, lowered
-from fastlayers.patching.rewrite.residual_products import with_residual_products
-from fastlayers.patching.rewrite.specialised import specialised
-from fastlayers.patching.rewrite.sums_after_norms import with_residuals
-from fastlayers.patching.rewrite.sums_of_products import with_sums_of_products
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage, with_names
-from fastlayers.patching.rewrite.thin_products import with_thin_products
-from fastlayers.patching.rewrite.values_again import with_values_again
 
-__all__ = ["fused"]
+__all__ = ["with_kernels", "with_numbers", "without_repetitions"]
 
 #: A tensor so many times smaller than another one is read from caches.
 BROADCAST = 8
@@ -69,17 +61,12 @@ MOST_CASTS, LARGEST_CAST, LARGEST_LAST_CAST = 24, 2**24, 2**20
 LAUNCHES = {"_safe_softmax": 4}
 
 
-def fused(program: Program, values: dict[str, Tensor]) -> Program:
-    """A program that computes the same with fewer passes over memory.
+def with_kernels(program: Program) -> Program:
+    """The program with generated kernels, which are compiled.
 
-    ``values`` are those of its tape; a value that was written in place gets another name there after that.
+    ``values`` gains what these make, and another name for a value after it was written in place.
     """
-    fake = FakeTensorMode()
-    program = without_repetitions(with_numbers(program, values), values)
-    program = with_scales(with_given_layouts(program, values, fake), values)  # before products take the factors
-    program = with_sums_of_products(specialised(program, values, fake), values, fake)
-    program = with_thin_products(with_values_again(program, values), values, fake)
-    program = absorbed(with_residuals(program, values), values, fake)
+    values, fake = program.values, program.fake
     unfused: set[int] = set()
     refused: frozenset[str] = frozenset()
     while True:
@@ -100,15 +87,16 @@ def fused(program: Program, values: dict[str, Tensor]) -> Program:
         if not left:
             kernels = [o.function for o in (*done.forward, *done.backward) if isinstance(o.function, Kernel)]
             compile_together(list(dict.fromkeys(kernels)))
-            return with_residual_products(done, values)
+            return done
         unfused |= left
 
 
-def with_numbers(program: Program, values: Mapping[str, Tensor]) -> Program:
+def with_numbers(program: Program) -> Program:
     """The program with numbers in place of tensors on the CPU that are the same in every call: ``x / torch.tensor(8)``.
 
     A kernel cannot read those.
     """
+    values = program.values
     numbers = {name: values[name].item() for name in program.constants if values[name].dim() == 0}
     parts: list[list[Operation]] = []
     for part in (program.forward, program.backward):
@@ -129,8 +117,9 @@ def with_numbers(program: Program, values: Mapping[str, Tensor]) -> Program:
     return replace(program, forward=alive(parts[0], needed), backward=parts[1])
 
 
-def without_repetitions(program: Program, values: Mapping[str, Tensor]) -> Program:
+def without_repetitions(program: Program) -> Program:
     """The program with each value computed once: autocast, for one, casts the input of each of three projections."""
+    values = program.values
     operations = [*program.forward, *program.backward]
     writers = written_by(operations, values)
     known: dict[Any, Operation] = {}

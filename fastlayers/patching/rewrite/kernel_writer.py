@@ -207,7 +207,11 @@ class KernelWriter:
         in_order = None if first is None else unflatten(element, first.shape, first.stride())
         stores: list[tuple[int, str, str, bool]] = []
         for i, (root, operation, t) in enumerate(zip(self.stores, given, outs, strict=True)):
-            if spelled(operation) == "stack" and argument(operation, 1, "dim", 0) == 0 and t[0].numel() == count:
+            if (
+                spelled(operation) == "stack"
+                and argument(operation, 1, "dim", 0) == 0
+                and t.numel() == count * t.shape[0]
+            ):
                 self.members.add(root)  # The statistics of a norm: one number after the other, for all rows.
                 indices = indices_of("x", t.shape[1:], t.stride()[1:])
                 assert indices is not None

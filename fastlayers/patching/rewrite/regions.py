@@ -17,6 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -499,14 +500,15 @@ class Region:
             constant=tuple(i for i in range(len(results)) if i not in active),
             strides=tuple(results[i].stride() for i in active),
         )
-        entry.program, entry.plain = program, execute(program, entry.facts)
+        entry.program = replace(program, values={})  # These keep memory.
+        entry.plain = execute(program, entry.facts)
         entry.geometry = geometries(program, tape.values) if len(active) > 1 else {}
         generated = None
         if generates:
-            from fastlayers.patching.rewrite.fusion import fused  # needs Triton
+            from fastlayers.patching.rewrite.passes import fused  # needs Triton
 
             with self.reported("fusing"):
-                generated = execute(fused(program, tape.values), entry.facts)
+                generated = execute(fused(program, self.note_error), entry.facts)
         entry.strides = tuple(t.stride() for t in results) if generates else ()
         entry.parts = None if parts == Place(len(inputs)) else parts
         dtypes = {t.dtype for t in tape.values.values() if t.is_floating_point()}
@@ -637,7 +639,7 @@ def region_class(
         raise Refusal(Reason.SIGNATURE, "a parameter called self that is not the first")
     load_fake_tensors()
     if backends.problem("triton") is None:
-        import_module("fastlayers.patching.rewrite.fusion")  # In a call its imports would keep tensors as well.
+        import_module("fastlayers.patching.rewrite.passes")  # In a call its imports would keep tensors as well.
     original = present.__dict__.get("__fastlayers_original__", present)
     name, region = getattr(present, "__fastlayers_name__", f"Fused{original.__name__}"), Region(present, infers_only)
     namespace: dict[str, Any] = {

@@ -24,11 +24,12 @@ ADD_PRODUCT = torch.ops.aten.addmm_.default
 VIEW = torch.ops.aten.view.default
 
 
-def with_residual_products(program: Program, values: dict[str, Tensor]) -> Program:
+def with_residual_products(program: Program) -> Program:
     """The program whose forward has such sums. No rewriting may follow: it would not expect what a product writes to.
 
     ``values`` gains the names of views.
     """
+    values = program.values
     operations = program.forward
     makers = makers_of(operations)
 

@@ -78,9 +78,9 @@ def factor_of(operation: Operation) -> float | None:
     return factor(operation.args[1]) if operation.args[1] != 0 else None
 
 
-def specialised(program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> Program:
+def specialised(program: Program) -> Program:
     """The program with such operations. ``values`` gains those that are new, without memory."""
-    part = Part(program, values, fake)
+    part = Part(program, program.values, program.fake)
     forward = part.specialised(program.forward)
     backward = alive(part.specialised(program.backward), [name for name in program.wanted if name])
     forward = part.masks_alone(alive(forward, [*program.results, *(n for o in backward for n in o.uses)]), backward)

@@ -65,8 +65,9 @@ NORMS = {
 }
 
 
-def with_residuals(program: Program, values: Mapping[str, Tensor]) -> Program:
+def with_residuals(program: Program) -> Program:
     """The program with such kernels in place of norms and sums."""
+    values = program.values
     place = 0
     while place < len(program.forward):
         joined = with_norm(program, values, place)

@@ -69,8 +69,9 @@ def passes(thin: Sequence[Term], values: Mapping[str, Tensor]) -> Iterator[Seque
             yield terms[start : start + MOST_PARTS]
 
 
-def with_sums_of_products(program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> Program:
+def with_sums_of_products(program: Program) -> Program:
     """The program with such sums each in one memory."""
+    values, fake = program.values, program.fake
     parts = [Part(program, values, fake).joined(part) for part in (program.forward, program.backward)]
     backward = alive(parts[1], [name for name in program.wanted if name])
     program = keeping(replace(program, backward=backward))

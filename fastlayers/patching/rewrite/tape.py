@@ -140,6 +140,9 @@ class Program:
         backward: its operations.
         wanted: the names of the gradients that it returns, None for a missing one.
         constants: the inputs that are the same in every call.
+        values: tensors with the geometry of the named values. A value that was written in place may have another name
+            after that.
+        fake: the mode in which passes make such tensors, without memory.
     """
 
     inputs: tuple[str, ...]
@@ -150,6 +153,8 @@ class Program:
     backward: list[Operation]
     wanted: tuple[str | None, ...]
     constants: tuple[str, ...] = ()
+    values: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    fake: Any = None
 
 
 class Tape(Mode):
@@ -385,6 +390,7 @@ class Tape(Mode):
             backward=[*views, *steps] if grads else [],
             wanted=tuple(wanted),
             constants=tuple(self.name(t) for t in self.constants),
+            values=self.values,
         )
 
 

@@ -42,8 +42,9 @@ class Together:
     is_closed: bool = False
 
 
-def with_thin_products(program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> Program:
+def with_thin_products(program: Program) -> Program:
     """The program with the launches of its thin products, those of one matrix together."""
+    values, fake = program.values, program.fake
     written = set(written_by([*program.forward, *program.backward], values))
     results = {storage(values[name]) for name in program.results}
     parts = []
@@ -184,6 +185,6 @@ def launched(operation: Operation, values: dict[str, Tensor], fake: FakeTensorMo
         given = [Value(name)]
     for i, name in enumerate(operation.makes if len(thin) > 1 else ()):
         with fake:
-            values[name] = values[given[0].name][i]
+            values[name] = values[given[0].name].select(0, i)
         steps.append(Operation(SELECT, (given[0], 0, i), {}, (name,), single=True, effect=False, view=True))
     return steps

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from torch import Tensor
-
 from fastlayers.kernels.low_rank import thin_product
 from fastlayers.patching.rewrite.absorption import kernel_name
 from fastlayers.patching.rewrite.fusable import makers_of, spelled, written_by
@@ -23,11 +21,12 @@ from fastlayers.patching.rewrite.tape import Operation, Program, keeping, storag
 __all__ = ["with_values_again"]
 
 
-def with_values_again(program: Program, values: dict[str, Tensor]) -> Program:
+def with_values_again(program: Program) -> Program:
     """The program, whose backward computes such values again instead of keeping them.
 
     ``values`` gains the results.
     """
+    values = program.values
     if not program.grads:
         return program
     makers = makers_of(program.forward)

@@ -1,0 +1,115 @@
+"""The passes over a recorded program, in their order, and what runs them.
+
+A pass takes a program and returns one that computes the same; it adds to the values of both what it makes.
+``FASTLAYERS_PASSES`` in the environment switches some off: ``-thin_products,-absorbed``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fastlayers.patching.rewrite import lint
+from fastlayers.patching.rewrite.absorption import absorbed
+from fastlayers.patching.rewrite.attention import with_given_layouts, with_scales
+from fastlayers.patching.rewrite.fusion import with_kernels, with_numbers, without_repetitions
+from fastlayers.patching.rewrite.residual_products import with_residual_products
+from fastlayers.patching.rewrite.specialised import specialised
+from fastlayers.patching.rewrite.sums_after_norms import with_residuals
+from fastlayers.patching.rewrite.sums_of_products import with_sums_of_products
+from fastlayers.patching.rewrite.tape import Program
+from fastlayers.patching.rewrite.thin_products import with_thin_products
+from fastlayers.patching.rewrite.values_again import with_values_again
+
+__all__ = ["PASSES", "Pass", "fused"]
+
+logger = logging.getLogger("fastlayers")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass.
+
+    Attributes:
+        name: by which it is switched off, timed and blamed.
+        run: gives the program that it makes of another one.
+        place: why it stands where it does.
+        after: the passes that must come before it.
+        cost: per cent of the time of all passes, on the programs in tests/recorded.
+    """
+
+    name: str
+    run: Callable[[Program], Program]
+    place: str
+    after: tuple[str, ...] = ()
+    cost: int = 0
+
+
+PASSES = (
+    Pass("numbers", with_numbers, "a constant is a number before operations are compared"),
+    Pass("repetitions", without_repetitions, "what is computed twice would have two readers", ("numbers",), cost=1),
+    Pass("attention_layouts", with_given_layouts, "copies before attention would hide the factors"),
+    Pass("attention_scales", with_scales, "before products take the factors", ("attention_layouts",)),
+    Pass(
+        "specialised",
+        specialised,
+        "finds products of casts, before sums hide the products",
+        ("attention_scales",),
+        cost=3,
+    ),
+    Pass("sums_of_products", with_sums_of_products, "of the products that are left", ("specialised",), cost=1),
+    Pass("values_again", with_values_again, "knows thin products by their function", ("specialised",)),
+    Pass("thin_products", with_thin_products, "makes launches of them", ("values_again", "sums_of_products"), cost=1),
+    Pass("sums_after_norms", with_residuals, "before kernels absorb the casts around a norm"),
+    Pass("absorbed", absorbed, "what it leaves is for generated kernels", ("sums_after_norms", "specialised"), cost=2),
+    Pass("kernels", with_kernels, "of all that has no kernel yet", ("absorbed", "thin_products"), cost=90),
+    Pass("residual_products", with_residual_products, "the last: a product writes over a value", ("kernels",)),
+)
+
+
+def fused(program: Program, failed: Callable[[str, Exception], None] | None = None) -> Program:
+    """A program that computes the same with fewer passes over memory.
+
+    Args:
+        program: as it was recorded.
+        failed: called with what failed and its error; the program of the last pass that did not is returned then.
+    """
+    program = replace(program, fake=FakeTensorMode())
+    for each in PASSES:
+        if each.name in switched_off():
+            continue
+        begin = time.perf_counter()
+        try:
+            found = each.run(program)
+            if lint.ENABLED:
+                lint.lint(found)
+        except Exception as error:
+            if failed is None:
+                raise
+            failed(f"the pass {each.name}", error)
+            return program
+        logger.debug("the pass %s took %.1f ms", each.name, 1e3 * (time.perf_counter() - begin))
+        program = found
+    return program
+
+
+@cache
+def switched_off() -> frozenset[str]:
+    """The passes that the environment switches off.
+
+    Raises:
+        ValueError: one of them is none.
+    """
+    given = [name.strip() for name in os.environ.get("FASTLAYERS_PASSES", "").split(",") if name.strip()]
+    names = [each.name for each in PASSES]
+    for name in given:
+        if name[1:] not in names or name[0] != "-":
+            expected = ", ".join(f"-{known}" for known in names)
+            raise ValueError(f"FASTLAYERS_PASSES has {name!r}; expected some of {expected}")
+    return frozenset(name[1:] for name in given)
