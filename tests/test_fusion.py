@@ -43,9 +43,10 @@ from fastlayers.patching.rewrite.executors import KEYS, Facts, PythonExecutor, e
 from fastlayers.patching.rewrite.fusable import rounded_later
 from fastlayers.patching.rewrite.lowering import DERIVATIVES, LOWERINGS
 from fastlayers.patching.rewrite.passes import fused
+from fastlayers.patching.rewrite.program import Operation, Program, Value, plain_name
 from fastlayers.patching.rewrite.regions import region_class
 from fastlayers.patching.rewrite.residual_products import with_residual_products
-from fastlayers.patching.rewrite.tape import Operation, Program, Tape, Value, plain_name
+from fastlayers.patching.rewrite.tape import Tape
 
 INTERPRETED = backends.triton_interprets()
 #: torch's own error of one operation, times the operations of a chain.

@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fastlayers.ops import batch_norm, elementwise
 from fastlayers.patching.rewrite.executors import KEYS, Facts, PythonExecutor, excluding
+from fastlayers.patching.rewrite.program import Operation, Program, Value, plain_name
 from fastlayers.patching.rewrite.regions import agree
 from fastlayers.patching.rewrite.sums_after_norms import with_residuals
-from fastlayers.patching.rewrite.tape import Operation, Program, Tape, Value, plain_name
+from fastlayers.patching.rewrite.tape import Tape
 
 ops = torch.ops.fastlayers
 pytestmark = pytest.mark.skipif(not hasattr(ops, "batch_norm_train"), reason="csrc is not built")

@@ -31,7 +31,7 @@ from fastlayers.kernels.generated import Kernel
 from fastlayers.kernels.launch import Launch, Producer, Result, multiprocessors
 from fastlayers.patching.rewrite import fusion, specialised
 from fastlayers.patching.rewrite.passes import fused
-from fastlayers.patching.rewrite.tape import Operation, Program, Value, storage
+from fastlayers.patching.rewrite.program import Operation, Program, Value, storage
 
 __all__ = ["NETWORKS", "decode", "encode", "expected_texts", "fused_texts", "read", "text_of", "write"]
 

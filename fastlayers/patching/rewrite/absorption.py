@@ -7,7 +7,7 @@ the backward of a norm, a residual's gradient that is added after it. The kernel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -16,19 +16,18 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.rewrite.fusable import (
-    CASTS,
-    base_of,
-    is_dense,
+from fastlayers.patching.rewrite.fusable import CASTS, is_dense, is_fusable, spelled
+from fastlayers.patching.rewrite.program import (
+    Operation,
+    Program,
+    Value,
+    empty_as,
     is_followed,
-    is_fusable,
-    makers_of,
-    spelled,
-    written_by,
+    renamed,
+    with_names,
 )
-from fastlayers.patching.rewrite.tape import Operation, Program, Value, empty_as, renamed, storage, with_names
 
-__all__ = ["absorbed", "kernel_name", "needed"]
+__all__ = ["absorbed", "kernel_name"]
 
 #: Kernels that round their first, float32 result to another dtype: the place of the argument that says which.
 ROUNDS = {"layer_norm_forward": 6, "add_layer_norm_forward": 7}
@@ -54,8 +53,8 @@ def absorbed(program: Program) -> Program:
     memory."""
     values, fake = program.values, program.fake
     place = 0
-    while place < len(operations := (*program.forward, *program.backward)):
-        name = kernel_name(operations[place])
+    while place < len(program.operations):
+        name = kernel_name(program.operations[place])
         if name in ROUNDS:
             program = rounded(program, place, ROUNDS[name], values, fake)
         if name in WIDENS:
@@ -114,22 +113,10 @@ def is_cast(operation: Operation, values: Mapping[str, Tensor]) -> bool:
     return made.stride() == x.stride() and made.device == x.device
 
 
-def needed(program: Program) -> frozenset[str]:
-    """The names of the values that are needed after the forward or the backward."""
-    return frozenset((*program.results, *program.kept, *(name for name in program.wanted if name)))
-
-
-def with_operations(program: Program, operations: Iterable[Operation | None]) -> Program:
-    """The program with other operations at its places; None removes one."""
-    given, split = list(operations), len(program.forward)
-    forward, backward = ([o for o in part if o is not None] for part in (given[:split], given[split:]))
-    return replace(program, forward=forward, backward=backward)
-
-
 def rounded(program: Program, place: int, argument: int, values: dict[str, Tensor], fake: FakeTensorMode) -> Program:
     """The program, where a kernel rounds its result if all that reads it are casts to one dtype of 16 bits: of it, of
     views, or of what only moves its elements."""
-    operations = [*program.forward, *program.backward]
+    operations = [*program.operations]
     kernel = operations[place]
     result = kernel.makes[0]
     if kernel.args[argument] is not torch.float32 or not result:
@@ -150,7 +137,7 @@ def rounded(program: Program, place: int, argument: int, values: dict[str, Tenso
         else:
             return program
     dtypes = {values[name].dtype for name in casts}
-    if len(dtypes) != 1 or not dtypes.issubset(LOW_PRECISION) or not wide.keys().isdisjoint(needed(program)):
+    if len(dtypes) != 1 or not dtypes.issubset(LOW_PRECISION) or not wide.keys().isdisjoint(program.needed):
         return program
     (dtype,) = dtypes
     narrow = {name: f"{name}_{str(dtype)[6:]}" for name in wide}
@@ -164,13 +151,13 @@ def rounded(program: Program, place: int, argument: int, values: dict[str, Tenso
             values[narrow[name]] = values[narrow[base]].as_strided(t.shape, t.stride(), offset)
     args = (*kernel.args[:argument], dtype, *kernel.args[argument + 1 :])
     operations[place] = replace(kernel, args=args)
-    program = with_operations(program, (None if casts.keys() & set(o.makes) else o for o in operations))
+    program = program.with_operations(None if casts.keys() & set(o.makes) else o for o in operations)
     return renamed(program, narrow | {cast: narrow[source] for cast, source in casts.items()})
 
 
 def narrowed(program: Program, place: int, values: dict[str, Tensor]) -> Program:
     """The program, where a kernel is given a tensor of 16 bits if its first argument is that, cast to float32."""
-    operations, split = [*program.forward, *program.backward], len(program.forward)
+    operations, split = [*program.operations], len(program.forward)
     kernel = operations[place]
     makers = {name: o for o in operations[split if place >= split else 0 : place] for name in o.makes if name}
     name = kernel.args[0].name
@@ -198,11 +185,11 @@ def narrowed(program: Program, place: int, values: dict[str, Tensor]) -> Program
 
 def added(program: Program, place: int, argument: int, values: Mapping[str, Tensor]) -> Program:
     """The program, where a kernel adds to its first result what is added to it later and nothing else reads it."""
-    operations, split = [*program.forward, *program.backward], len(program.forward)
+    operations, split = [*program.operations], len(program.forward)
     kernel = operations[place]
     result = kernel.makes[0]
-    readers = [i for i, operation in enumerate(operations) if result in operation.uses]
-    if kernel.args[argument] is not None or len(readers) != 1 or result in needed(program):
+    readers = program.readers[result]
+    if kernel.args[argument] is not None or len(readers) != 1 or result in program.needed:
         return program
     (reader,) = readers
     total = operations[reader]
@@ -215,33 +202,37 @@ def added(program: Program, place: int, argument: int, values: Mapping[str, Tens
         (t.shape, t.dtype, t.stride()) == (like.shape, like.dtype, like.stride())
         for t in (values[other], values[total.makes[0]])
     )
-    is_written = storage(values[other]) in written_by(operations, values)
-    if not same or is_written or other == result or other in later or (place < split) != (reader < split):
+    if (
+        not same
+        or program.is_written(other)
+        or other == result
+        or other in later
+        or (place < split) != (reader < split)
+    ):
         return program
     args = (*kernel.args[:argument], Value(other), *kernel.args[argument + 1 :])
     operations[place] = replace(kernel, args=args, makes=(total.makes[0], *kernel.makes[1:]))
-    return with_operations(program, (o for i, o in enumerate(operations) if i != reader))
+    return program.with_operations((o for i, o in enumerate(operations) if i != reader))
 
 
 def repeated(program: Program, place: int, argument: int, result: int, values: dict[str, Tensor]) -> Program:
     """The program, where a kernel writes what a cast makes of its first result, or of a view of that, for something
     that is not fused with the cast."""
-    operations, split = [*program.forward, *program.backward], len(program.forward)
+    operations, split = [*program.operations], len(program.forward)
     kernel = operations[place]
     wide = values[kernel.makes[0]] if kernel.makes[0] else None
     if wide is None or wide.dtype is not torch.float32 or any(arg is not None for arg in kernel.args[argument:]):
         return program
-    makers = makers_of(operations)
     for i in range(place + 1, split if place < split else len(operations)):
         cast = operations[i]
         if not is_cast(cast, values) or values[cast.makes[0]].dtype not in LOW_PRECISION:
             continue
         source = cast.args[0].name
-        if base_of(source, makers, values) != kernel.makes[0] or storage(wide) in written_by(operations, values):
+        if program.base(source) != kernel.makes[0] or program.is_written(kernel.makes[0]):
             continue
         own = cast.makes[0]
-        readers = [o for o in operations[i:] if any(base_of(n, makers, values) == own for n in o.uses)]
-        if all(is_fusable(o, values) or is_followed(o, values) for o in readers) and own not in needed(program):
+        readers = [o for o in operations[i:] if any(program.base(n) == own for n in o.uses)]
+        if all(is_fusable(o, values) or is_followed(o, values) for o in readers) and own not in program.needed:
             continue
         low = own
         if source != kernel.makes[0]:  # The same elements, in the shape of the view.
@@ -255,21 +246,20 @@ def repeated(program: Program, place: int, argument: int, result: int, values: d
         args = (*kernel.args, *(None for _ in range(argument - len(kernel.args))), values[low].dtype)
         makes = (*kernel.makes[:result], low, *kernel.makes[result + 1 :])
         operations[place] = replace(kernel, args=args, makes=makes)
-        return with_operations(program, (o for o in operations if o is not cast or low != own))
+        return program.with_operations(o for o in operations if o is not cast or low != own)
     return program
 
 
 def summed(program: Program, place: int, values: Mapping[str, Tensor]) -> Program:
     """The program, where the gradient of an activation is summed by its own kernel, for the bias of the linear layer
     before it."""
-    operations = [*program.forward, *program.backward]
+    operations = [*program.operations]
     kernel = operations[place]
-    makers = makers_of(operations)
     dx = kernel.makes[0]
     if not dx or kernel.args[2] is not None or kernel.args[6]:
         return program
     for i, layer in enumerate(operations):
-        if kernel_name(layer) != "linear_autocast_backward" or base_of(layer.args[0].name, makers, values) != dx:
+        if kernel_name(layer) != "linear_autocast_backward" or program.base(layer.args[0].name) != dx:
             continue
         dy, (*others, dbias) = values[layer.args[0].name], layer.makes
         if not dbias or dy.shape[-1] != values[dx].shape[-1]:
@@ -277,5 +267,5 @@ def summed(program: Program, place: int, values: Mapping[str, Tensor]) -> Progra
         operations[i] = replace(layer, args=(*layer.args[:5], False), makes=(*others, ""))
         args = (*kernel.args[:6], True, values[dbias].dtype)
         operations[place] = replace(kernel, args=args, makes=(dx, dbias))
-        return with_operations(program, operations)
+        return program.with_operations(operations)
     return program

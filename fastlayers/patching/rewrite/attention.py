@@ -14,17 +14,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastlayers.patching.rewrite.absorption import needed
 from fastlayers.patching.rewrite.executors import KEYS, excluding
-from fastlayers.patching.rewrite.fusable import base_of, is_dense, makers_of, spelled, written_by
-from fastlayers.patching.rewrite.specialised import factor_of
-from fastlayers.patching.rewrite.tape import (
+from fastlayers.patching.rewrite.fusable import is_dense, spelled
+from fastlayers.patching.rewrite.program import (
     Operation,
     Program,
     Value,
-    alive,
     keeping,
     operands_like,
     renamed,
@@ -32,6 +28,7 @@ from fastlayers.patching.rewrite.tape import (
     with_names,
     with_tensors,
 )
+from fastlayers.patching.rewrite.specialised import factor_of
 
 __all__ = ["with_given_layouts", "with_scales"]
 
@@ -46,19 +43,16 @@ ALIGNED = 8
 
 def with_given_layouts(program: Program) -> Program:
     """The program without the copies. ``values`` gains the results in other layouts, without memory."""
-    values, fake = program.values, program.fake
     for operation in program.forward:
         if spelled(operation) in ATTENTIONS:
-            program = without_copies(program, operation, values, fake) or program
+            program = without_copies(program, operation) or program
     return program
 
 
-def without_copies(
-    program: Program, attention: Operation, values: dict[str, Tensor], fake: FakeTensorMode
-) -> Program | None:
+def without_copies(program: Program, attention: Operation) -> Program | None:
     """The program with one attention on what its operands are copies of; None if there are none, or more would change
     than layouts."""
-    sources = sources_of(program, attention, values)
+    values, sources = program.values, sources_of(program, attention)
     if not sources:
         return None
     changed: dict[str, str] = {}  # Results in another layout.
@@ -70,10 +64,10 @@ def without_copies(
             if operation is not attention and not (is_backward and attention.makes[0] in operation.uses):
                 made.append(operation)
                 continue
-            if not is_as_recorded(operation, values, fake):
+            if not is_as_recorded(operation, program):
                 return None
             moved = with_names(operation, sources | changed)
-            results = results_of(moved, values, fake)
+            results = results_of(moved, program)
             makes, copies = [], []
             for name, t in zip(operation.makes, results, strict=True):
                 like = values.get(name)
@@ -89,19 +83,16 @@ def without_copies(
                 makes.append(changed[name])
             made += [replace(moved, makes=tuple(makes)), *copies]
         parts.append(made)
-    backward = alive(parts[1], [name for name in program.wanted if name])
-    program = keeping(replace(program, forward=parts[0], backward=backward))
-    return replace(program, forward=alive(parts[0], [*program.results, *program.kept]))
+    return program.settled(*parts)
 
 
-def sources_of(program: Program, attention: Operation, values: dict[str, Tensor]) -> dict[str, str]:
+def sources_of(program: Program, attention: Operation) -> dict[str, str]:
     """What the operands of an attention are copies of, which nobody else can write to."""
-    makers = {name: operation for operation in program.forward for name in operation.makes}
-    written = written_by((*program.forward, *program.backward), values)
-    others = {storage(values[name]) for name in (*program.inputs, *program.results)} | written.keys()
+    values = program.values
+    others = {storage(values[name]) for name in (*program.inputs, *program.results)} | program.writers.keys()
     found: dict[str, str] = {}
     for name in attention.operands[:3]:
-        copy = makers.get(name)
+        copy = program.makers.get(name)
         if copy is None or spelled(copy) != "clone":
             continue
         (source,) = copy.operands
@@ -113,20 +104,20 @@ def sources_of(program: Program, attention: Operation, values: dict[str, Tensor]
     return found
 
 
-def results_of(operation: Operation, values: dict[str, Tensor], fake: FakeTensorMode) -> Sequence[Tensor]:
+def results_of(operation: Operation, program: Program) -> Sequence[Tensor]:
     """The results of an operation, without memory."""
-    with fake, torch.no_grad(), excluding(KEYS):
-        args, kwargs = with_tensors(operation, operands_like(operation, values))
+    with program.fake, torch.no_grad(), excluding(KEYS):
+        args, kwargs = with_tensors(operation, operands_like(operation, program.values))
         out = operation.function(*args, **kwargs)
     return out if isinstance(out, tuple | list) else (out,)
 
 
-def is_as_recorded(operation: Operation, values: dict[str, Tensor], fake: FakeTensorMode) -> bool:
+def is_as_recorded(operation: Operation, program: Program) -> bool:
     """Whether torch says of an operation without memory what it did with the recorded values."""
     return all(
-        t.stride() == values[name].stride()
-        for name, t in zip(operation.makes, results_of(operation, values, fake), strict=True)
-        if name and name in values
+        t.stride() == program.values[name].stride()
+        for name, t in zip(operation.makes, results_of(operation, program), strict=True)
+        if name and name in program.values
     )
 
 
@@ -135,26 +126,24 @@ def is_as_recorded(operation: Operation, values: dict[str, Tensor], fake: FakeTe
 
 def with_scales(program: Program) -> Program:
     """The program, where attention has the factors of its queries and keys."""
-    values = program.values
     for attention in program.forward:
         for place in (0, 1) if spelled(attention) in ATTENTIONS else ():
-            program = with_scale(program, attention.makes[0], place, values) or program
+            program = with_scale(program, attention.makes[0], place) or program
     return program
 
 
-def with_scale(program: Program, result: str, place: int, values: Mapping[str, Tensor]) -> Program | None:
+def with_scale(program: Program, result: str, place: int) -> Program | None:
     """The program with the attention of this result, which multiplies an operand itself; None if the operand is no
     product, or if that or its gradient is used elsewhere."""
-    operations = [*program.forward, *program.backward]
-    makers = makers_of(operations)
-    attention = makers[result]
+    operations, values = program.operations, program.values
+    attention = program.makers[result]
     backward = [o for o in operations if spelled(o) == f"{spelled(attention)}_backward" and result in o.uses]
-    product = makers.get(base_of(attention.operands[place], makers, values))
+    product = program.makers.get(program.base(attention.operands[place]))
     factor = None if product is None else factor_alike(product, values)
     if product is None or factor is None or len(backward) > 1:
         return None
     dropped = [product]
-    outside = needed(replace(program, kept=()))
+    outside = replace(program, kept=()).needed
     if readers_of(operations, product.makes[0], outside) != [attention, *backward]:
         return None
     for operation in backward:

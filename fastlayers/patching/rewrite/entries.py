@@ -18,9 +18,9 @@ from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rewrite.executors import KEYS, Executor, Facts, excluding, executor_class
 from fastlayers.patching.rewrite.partial_backward import Geometry, without_gradients
 from fastlayers.patching.rewrite.patterns import Flat, unflatten
+from fastlayers.patching.rewrite.program import Program
 from fastlayers.patching.rewrite.readers import Reader
 from fastlayers.patching.rewrite.results import Taken, take_apart
-from fastlayers.patching.rewrite.tape import Program
 
 __all__ = [
     "NO_AUTOCAST",

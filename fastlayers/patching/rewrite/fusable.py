@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -25,7 +24,7 @@ from fastlayers.kernels.generated import (
     accumulator_of,
     number,
 )
-from fastlayers.patching.rewrite.tape import Operation, Value, map_values, storage
+from fastlayers.patching.rewrite.program import Operation, Value, is_followed, map_values
 
 __all__ = [
     "CASTS",
@@ -37,19 +36,14 @@ __all__ = [
     "MOVES",
     "WHOLE",
     "argument",
-    "base_of",
     "formula",
     "in_new_memory",
     "is_dense",
-    "is_followed",
     "is_fusable",
-    "makers_of",
     "reduced_dims",
     "rounded_later",
     "row_dim",
     "spelled",
-    "written",
-    "written_by",
 ]
 
 FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -92,31 +86,6 @@ def argument(operation: Operation, place: int, name: str, default: Any = None) -
 
 def is_dense(t: Tensor) -> bool:
     return t.numel() > 0 and torch.ops.aten.is_non_overlapping_and_dense(t)
-
-
-def written_by(operations: Iterable[Operation], values: Mapping[str, Tensor]) -> dict[int, list[int]]:
-    """For each memory that is written, the places of the operations that do."""
-    found: dict[int, list[int]] = defaultdict(list)
-    for place, operation in enumerate(operations):
-        for name in written(operation):
-            found[storage(values[name])].append(place)
-    return found
-
-
-def written(operation: Operation) -> list[str]:
-    """The names of the values that an operation may write."""
-    if not operation.effect:
-        return []
-    if not isinstance(operation.function, OpOverload):
-        return list(operation.uses)
-    schema = operation.function._schema
-    found: list[str] = []
-    names = [a.name for a in schema.arguments]
-    for place, declared in enumerate(schema.arguments):
-        if declared.is_write or declared.name.startswith("running_"):  # Statistics are not always declared.
-            given = operation.args[place] if place < len(operation.args) else operation.kwargs.get(names[place])
-            map_values([given], lambda value: found.append(value.name))
-    return found
 
 
 def is_fusable(operation: Operation, values: Mapping[str, Tensor]) -> bool:
@@ -224,32 +193,6 @@ def reduced_dims(operation: Operation, x: Tensor) -> tuple[int, ...]:
     if isinstance(dims, int):
         dims = [dims]
     return tuple(sorted({d % x.dim() for d in dims})) if dims else tuple(range(x.dim()))
-
-
-def makers_of(operations: Iterable[Operation]) -> dict[str, Operation]:
-    """For each value the last operation that makes it, which may be one in place. A backward may make a value again, as
-    a view of a result that is itself a view of it: that does not count."""
-    found: dict[str, Operation] = {}
-    for operation in operations:
-        for name in filter(None, operation.makes):
-            if not operation.view or name not in found:
-                found[name] = operation
-    return found
-
-
-def base_of(name: str, producers: Mapping[str, Operation], values: Mapping[str, Tensor]) -> str:
-    """The value of whose memory another one is a view."""
-    while (operation := producers.get(name)) is not None and is_followed(operation, values):
-        name = operation.args[0].name
-    return name
-
-
-def is_followed(operation: Operation, values: Mapping[str, Tensor]) -> bool:
-    """Whether an operation is a view whose elements are found in its argument: not one as another dtype."""
-    source = operation.args[0] if operation.view else None
-    if not isinstance(source, Value):
-        return False
-    return all(values[name].dtype is values[source.name].dtype for name in operation.makes if name)
 
 
 def rounded_later(

@@ -29,20 +29,28 @@ from fastlayers.patching.rewrite.fusable import (
     FILLED,
     FLOATING,
     WHOLE,
-    base_of,
     in_new_memory,
     is_dense,
-    is_followed,
     is_fusable,
     reduced_dims,
     rounded_later,
     spelled,
-    written,
-    written_by,
 )
 from fastlayers.patching.rewrite.kernel_writer import KernelWriter, NotFusableError, row_length
 from fastlayers.patching.rewrite.lowering import IN_PLACE, lowered
-from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage, with_names
+from fastlayers.patching.rewrite.program import (
+    Operation,
+    Program,
+    Value,
+    alive,
+    base_of,
+    is_followed,
+    keeping,
+    storage,
+    with_names,
+    written,
+    written_by,
+)
 
 __all__ = ["with_kernels", "with_numbers", "without_repetitions"]
 
@@ -120,18 +128,16 @@ def with_numbers(program: Program) -> Program:
 def without_repetitions(program: Program) -> Program:
     """The program with each value computed once: autocast, for one, casts the input of each of three projections."""
     values = program.values
-    operations = [*program.forward, *program.backward]
-    writers = written_by(operations, values)
     known: dict[Any, Operation] = {}
     same: dict[str, str] = {}
     forward: list[Operation] = []
     backward: list[Operation] = []
     there = set(program.kept)  # in the backward
-    for place, given in enumerate(operations):
+    for place, given in enumerate(program.operations):
         in_backward = place >= len(program.forward)
         operation = given if same.keys().isdisjoint(given.uses) else with_names(given, same)
         touched = {storage(values[name]) for name in (*given.uses, *filter(None, given.makes))}
-        if not operation.effect and writers.keys().isdisjoint(touched):
+        if not operation.effect and program.writers.keys().isdisjoint(touched):
             earlier = known.setdefault((operation.function, repr(operation.args), repr(operation.kwargs)), operation)
             pairs = [(a, b) for a, b in zip(operation.makes, earlier.makes, strict=True) if a]
             is_there = not in_backward or all(b in there for _, b in pairs)
@@ -150,8 +156,7 @@ def without_repetitions(program: Program) -> Program:
 def both_ways(program: Program, values: Mapping[str, Tensor]) -> tuple[Program, list[Fusion]]:
     """The program with the kernels of both directions, and how they were made."""
     fusions: list[Fusion] = []
-    every = [*program.forward, *program.backward]
-    narrow = rounded_later(every, values, (*program.results, *program.wanted))
+    narrow = rounded_later(program.operations, values, (*program.results, *program.wanted))
     if program.grads:
         wanted = [name for name in program.wanted if name is not None]
         read: set[str] = set()
@@ -176,8 +181,7 @@ def functionalized(
     program: Program, values: dict[str, Tensor], unfused: set[int]
 ) -> tuple[Program, dict[int, Operation]]:
     """The program with pointwise operations in place as ones that return another tensor, by their places."""
-    operations = [*program.forward, *program.backward]
-    split = len(program.forward)
+    operations, split = program.operations, len(program.forward)
     made: dict[int, Operation] = {}
     renamed: dict[str, str] = {}
     results: list[Operation] = []
@@ -248,7 +252,7 @@ class Recomputed:
     def __init__(self, program: Program, values: Mapping[str, Tensor], read: set[str]) -> None:
         self.values = values
         self.outer = {name: operation for operation in program.forward for name in operation.makes if name}
-        self.written = written_by([*program.forward, *program.backward], values)
+        self.written = program.writers
         outside = {
             name for operation in program.backward
             if not is_followed(operation, values) and not is_fusable(operation, values) for name in operation.uses

@@ -41,7 +41,7 @@ from fastlayers.patching.rewrite.fusable import (
     row_dim,
     spelled,
 )
-from fastlayers.patching.rewrite.tape import Operation, Value, map_values
+from fastlayers.patching.rewrite.program import Operation, Value, map_values
 
 __all__ = ["KernelWriter", "NotFusableError", "row_length"]
 

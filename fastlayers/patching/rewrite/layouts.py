@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fastlayers.patching.rewrite.fusable import is_dense
-from fastlayers.patching.rewrite.tape import Tape, is_kernel
+from fastlayers.patching.rewrite.program import is_kernel
+from fastlayers.patching.rewrite.tape import Tape
 
 __all__ = ["in_rows"]
 

@@ -19,8 +19,17 @@ from fastlayers.ops.activations import ACTIVATIONS, BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
 from fastlayers.patching.rewrite.absorption import kernel_name
 from fastlayers.patching.rewrite.executors import KEYS, excluding
-from fastlayers.patching.rewrite.fusable import base_of, is_fusable, spelled
-from fastlayers.patching.rewrite.tape import Operation, Program, Tape, alive, operands_like, with_names, with_tensors
+from fastlayers.patching.rewrite.fusable import is_fusable, spelled
+from fastlayers.patching.rewrite.program import (
+    Operation,
+    Program,
+    alive,
+    base_of,
+    operands_like,
+    with_names,
+    with_tensors,
+)
+from fastlayers.patching.rewrite.tape import Tape
 
 __all__ = ["DERIVATIVES", "IN_PLACE", "LOWERINGS", "lowered"]
 

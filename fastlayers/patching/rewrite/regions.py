@@ -68,10 +68,11 @@ from fastlayers.patching.rewrite.patterns import (
     unflatten,
     without_repeats,
 )
+from fastlayers.patching.rewrite.program import depends_on, plain_name, storage
 from fastlayers.patching.rewrite.readers import Reader
 from fastlayers.patching.rewrite.results import OpaqueError, Place, Taken, put_together, take_apart
 from fastlayers.patching.rewrite.stand_ins import stand_in
-from fastlayers.patching.rewrite.tape import Tape, depends_on, plain_name, storage
+from fastlayers.patching.rewrite.tape import Tape
 from fastlayers.patching.runtime.checks import check_defaults, original_class
 
 __all__ = ["FEW_MODULES", "Region", "attentions", "errors_of", "region_class", "size_of"]

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers import backends
 from fastlayers.kernels.low_rank import thin_product
@@ -32,19 +31,16 @@ from fastlayers.ops.gather import COLUMNS
 from fastlayers.ops.low_rank import BESIDE, LARGEST_RANK, draws_the_same
 from fastlayers.ops.reference import LOW_PRECISION
 from fastlayers.patching.rewrite.absorption import kernel_name
-from fastlayers.patching.rewrite.fusable import (
-    CASTS,
-    FILLED,
-    base_of,
-    in_new_memory,
-    is_dense,
-    is_fusable,
-    makers_of,
-    spelled,
-    written_by,
-)
+from fastlayers.patching.rewrite.fusable import CASTS, FILLED, in_new_memory, is_dense, is_fusable, spelled
 from fastlayers.patching.rewrite.lowering import LOWERINGS
-from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, empty_as, keeping, storage
+from fastlayers.patching.rewrite.program import (
+    Operation,
+    Program,
+    Value,
+    alive,
+    empty_as,
+    storage,
+)
 
 __all__ = ["factor_of", "specialised"]
 
@@ -80,12 +76,11 @@ def factor_of(operation: Operation) -> float | None:
 
 def specialised(program: Program) -> Program:
     """The program with such operations. ``values`` gains those that are new, without memory."""
-    part = Part(program, program.values, program.fake)
+    part = Part(program)
     forward = part.specialised(program.forward)
     backward = alive(part.specialised(program.backward), [name for name in program.wanted if name])
     forward = part.masks_alone(alive(forward, [*program.results, *(n for o in backward for n in o.uses)]), backward)
-    program = keeping(replace(program, backward=backward))
-    return replace(program, forward=alive(forward, [*program.results, *program.kept]))
+    return program.settled(forward, backward)
 
 
 def is_served(t: Tensor) -> bool:
@@ -111,13 +106,11 @@ class Narrow:
 class Part:
     """What is known of a program while its operations are replaced."""
 
-    def __init__(self, program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> None:
-        self.values, self.fake = values, fake
-        self.operations = operations = (*program.forward, *program.backward)
-        self.makers = makers_of(operations)
-        self.written = written_by(operations, values)
+    def __init__(self, program: Program) -> None:
+        self.program, self.values, self.fake = program, program.values, program.fake
+        self.makers, self.written = program.makers, program.writers
         # Others may write to these, which is an error only for what autograd keeps.
-        self.given = {storage(values[name]) for name in (*program.inputs, *program.results)}
+        self.given = {storage(self.values[name]) for name in (*program.inputs, *program.results)}
         self.returned = {name for name in (*program.results, *program.wanted) if name}
         #: Of each dtype, the matrix of one element to 0 times which the products of a direction are added.
         self.nothing: dict[torch.dtype, Value] = {}
@@ -192,7 +185,7 @@ class Part:
         same = all((t.shape, t.dtype) == (like.shape, like.dtype) and t.is_contiguous() for t in given)
         if not same or not is_served(like) or like.dtype not in LOW_PRECISION or like.nbytes < LARGE:
             return None
-        makers = [self.makers.get(base_of(name, self.makers, self.values)) for name in operation.operands]
+        makers = [self.makers.get(self.program.base(name)) for name in operation.operands]
         if self.joins(operation.makes[0]) or any(o is not None and is_fusable(o, self.values) for o in makers):
             return None
         kernels, entry = torch.ops.fastlayers, ACTIVATIONS[act]
@@ -205,9 +198,9 @@ class Part:
     def joins(self, name: str) -> bool:
         """Whether something that reads a value, or a view of it, can be part of a generated kernel."""
         return any(
-            name in (base_of(n, self.makers, self.values) for n in o.uses)
+            name in map(self.program.base, o.uses)
             and (kernel_name(o) in LOWERINGS or is_fusable(o, self.values) or in_new_memory(o) is not None)
-            for o in self.operations
+            for o in self.program.operations
         )
 
     def gains(self, name: str, groups: int) -> bool:
@@ -226,7 +219,7 @@ class Part:
             is_served(out)
             and maker is not None
             and FILLED.get(spelled(maker)) == 0
-            and storage(self.values[zeros.name]) not in self.written
+            and not self.program.is_written(zeros.name)
             and out.dim() > 0
             and dim % out.dim() == out.dim() - 1
             and out.shape[-1] <= COLUMNS
@@ -239,7 +232,7 @@ class Part:
     def is_identity(self, name: str) -> bool:
         """Whether a value is a square matrix of ones on its diagonal, and zeros."""
         maker = self.makers.get(name)
-        return maker is not None and spelled(maker) == "eye" and storage(self.values[name]) not in self.written
+        return maker is not None and spelled(maker) == "eye" and not self.program.is_written(name)
 
     def of_narrow(self, operation: Operation) -> list[Operation] | None:
         """A product of casts as that of what was cast; None for another product."""
@@ -425,8 +418,8 @@ class Part:
         if name != out or not mask or inner.mask is not None or not training or not 0 < p < 1:
             return None
         contiguous = all(self.values[n].is_contiguous() for n in (inner.name, out, mask))
-        written = storage(self.values[mask]) in self.written
-        return replace(inner, factor=inner.factor / (1 - p), mask=mask) if contiguous and not written else None
+        usable = contiguous and not self.program.is_written(mask)
+        return replace(inner, factor=inner.factor / (1 - p), mask=mask) if usable else None
 
     def viewed(self, view: Operation, name: str, new: str) -> Operation:
         """A view of another value in the same layout as the one that is viewed."""

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from fastlayers.ops.batch_norm import RELU
-from fastlayers.patching.rewrite.absorption import kernel_name, needed
-from fastlayers.patching.rewrite.fusable import written_by
-from fastlayers.patching.rewrite.tape import Operation, Program, Value, keeping, renamed, storage
+from fastlayers.patching.rewrite.absorption import kernel_name
+from fastlayers.patching.rewrite.program import Operation, Program, Value, keeping, renamed, storage, written_by
 
 __all__ = ["with_residuals"]
 
@@ -117,7 +116,7 @@ def place_of_norm(program: Program, values: Mapping[str, Tensor], place: int, na
         return None
     if not total.effect:  # The sum is somewhere else, and the norm's result gone.
         others = (*program.forward[place + 1 :], *program.backward)
-        if memory in memories((*program.inputs, *needed(program))) or any(map(touches, others)):
+        if memory in memories((*program.inputs, *program.needed)) or any(map(touches, others)):
             return None
     # Between its place and the sum's nobody may notice that it comes later.
     between = program.forward[at + 1 : place]

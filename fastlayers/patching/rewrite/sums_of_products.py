@@ -13,21 +13,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers import backends
 from fastlayers.kernels.low_rank import MOST_PARTS, all_parts, wide_kernel
 from fastlayers.ops.low_rank import LARGEST_RANK
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.rewrite.fusable import CASTS, makers_of, spelled, written_by
+from fastlayers.patching.rewrite.fusable import CASTS, spelled
+from fastlayers.patching.rewrite.program import (
+    Operation,
+    Program,
+    Value,
+    storage,
+)
 from fastlayers.patching.rewrite.specialised import factor_of
-from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage
 
 __all__ = ["with_sums_of_products"]
 
@@ -71,21 +75,15 @@ def passes(thin: Sequence[Term], values: Mapping[str, Tensor]) -> Iterator[Seque
 
 def with_sums_of_products(program: Program) -> Program:
     """The program with such sums each in one memory."""
-    values, fake = program.values, program.fake
-    parts = [Part(program, values, fake).joined(part) for part in (program.forward, program.backward)]
-    backward = alive(parts[1], [name for name in program.wanted if name])
-    program = keeping(replace(program, backward=backward))
-    return replace(program, forward=alive(parts[0], [*program.results, *program.kept]))
+    return program.settled(*(Part(program).joined(part) for part in (program.forward, program.backward)))
 
 
 class Part:
-    def __init__(self, program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> None:
-        self.values, self.fake = values, fake
-        operations = (*program.forward, *program.backward)
-        self.makers = makers_of(operations)
-        self.places = {name: place for place, operation in enumerate(operations) for name in operation.makes}
-        self.written = written_by(operations, values)
-        self.uses = Counter(name for operation in operations for name in operation.operands)
+    def __init__(self, program: Program) -> None:
+        self.values, self.fake = program.values, program.fake
+        self.makers, self.written = program.makers, program.writers
+        self.places = {name: place for place, each in enumerate(program.operations) for name in each.makes}
+        self.uses = Counter(name for operation in program.operations for name in operation.operands)
         self.uses.update((*program.results, *filter(None, program.wanted)))
 
     def joined(self, operations: Sequence[Operation]) -> list[Operation]:

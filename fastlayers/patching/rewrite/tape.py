@@ -11,8 +11,7 @@ at the same address with the same geometry is the same value, also when autograd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -22,27 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fastlayers.ops.dispatch import Mode
 from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.rewrite.program import STATISTICS, Operation, Program, Value, alive, is_kernel, storage
 
-__all__ = [
-    "Operation",
-    "Program",
-    "Tape",
-    "Value",
-    "alive",
-    "communicates",
-    "depends_on",
-    "empty_as",
-    "is_kernel",
-    "keeping",
-    "map_values",
-    "operands_like",
-    "overwritten",
-    "plain_name",
-    "renamed",
-    "storage",
-    "with_names",
-    "with_tensors",
-]
+__all__ = ["Tape", "communicates"]
 
 #: What tells a value from others while all are alive: memory, dtype and geometry.
 Key: TypeAlias = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
@@ -69,10 +50,8 @@ FILLING = (
 #: Those that write some of it, whatever was there: what they leave is garbage without a region, too.
 PLACING = ("::index_put_", "::index_copy_", "::scatter_")
 
-#: The namespaces of operations that declare what they write,
+#: The namespaces of operations that declare what they write, but for those that update running statistics.
 DECLARING = frozenset({"aten", "fastlayers"})
-#: but for those that update running statistics.
-STATISTICS = ("batch_norm", "batch_norm_impl_index", "batch_norm_with_update", "instance_norm")
 
 #: Operations that wait for other processes,
 COLLECTIVES = frozenset(
@@ -85,76 +64,6 @@ aten = torch.ops.aten
 
 #: Operations that make a tensor like another one, and the same without that one.
 NEW = {aten.new_empty.default: aten.empty.memory_format, aten.new_zeros.default: aten.zeros.default}
-
-
-@dataclass(frozen=True)
-class Value:
-    """A tensor among the arguments of an operation, by its name on the tape."""
-
-    name: str
-
-
-@dataclass
-class Operation:
-    """One call on a tape.
-
-    Attributes:
-        function: what is called: an operation of torch, or a kernel of another kind.
-        args: the arguments, with a :class:`Value` in place of each tensor, also in lists and tuples.
-        kwargs: those that are passed by their names.
-        makes: a name for each result; empty for one that has none.
-        single: whether the call returns its only result, not a tuple of them.
-        effect: whether the call matters even if no result is used.
-        view: whether the result is in the memory of an argument.
-        operands: the names of the values among the arguments, in their order.
-        uses: the same, each once.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    makes: tuple[str, ...]
-    single: bool
-    effect: bool
-    view: bool = False
-    operands: tuple[str, ...] = field(init=False)
-    uses: frozenset[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        uses: list[Value] = []
-        map_values((*self.args, *self.kwargs.values()), uses.append)
-        self.operands = tuple(value.name for value in uses)
-        self.uses = frozenset(self.operands)
-
-
-@dataclass
-class Program:
-    """The operations of a region's forward and backward, on named values.
-
-    Attributes:
-        inputs: the names of what the forward is given.
-        forward: its operations.
-        results: the names of its results.
-        kept: the names of the inputs, results and other values that the backward needs.
-        grads: the names of the gradients that the backward is given; empty if there is no backward.
-        backward: its operations.
-        wanted: the names of the gradients that it returns, None for a missing one.
-        constants: the inputs that are the same in every call.
-        values: tensors with the geometry of the named values. A value that was written in place may have another name
-            after that.
-        fake: the mode in which passes make such tensors, without memory.
-    """
-
-    inputs: tuple[str, ...]
-    forward: list[Operation]
-    results: tuple[str, ...]
-    kept: tuple[str, ...]
-    grads: tuple[str, ...]
-    backward: list[Operation]
-    wanted: tuple[str | None, ...]
-    constants: tuple[str, ...] = ()
-    values: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    fake: Any = None
 
 
 class Tape(Mode):
@@ -394,107 +303,6 @@ class Tape(Mode):
         )
 
 
-def map_values(argument: Any, function: Callable[[Value], Any]) -> Any:
-    """An argument with something else in place of its values."""
-    if isinstance(argument, tuple | list):
-        return type(argument)(map_values(item, function) for item in argument)
-    return function(argument) if isinstance(argument, Value) else argument
-
-
-def operands_like(operation: Operation, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Empty tensors as an operation's operands; without memory where a fake mode is on."""
-    return {name: empty_as(values[name]) for name in operation.operands}
-
-
-def empty_as(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty tensor of the same strides; without memory where a fake mode is on, which ``empty_like`` refuses."""
-    return torch.empty_strided(t.shape, t.stride(), dtype=dtype or t.dtype, device=t.device)
-
-
-def with_tensors(operation: Operation, tensors: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an operation with tensors in place of its values."""
-    args = map_values(operation.args, lambda value: tensors[value.name])
-    return args, {key: map_values(arg, lambda value: tensors[value.name]) for key, arg in operation.kwargs.items()}
-
-
-def with_names(operation: Operation, names: Mapping[str, str]) -> Operation:
-    """The operation with other names for its arguments."""
-
-    def rename(value: Value) -> Value:
-        return Value(names.get(value.name, value.name))
-
-    kwargs = {name: map_values(value, rename) for name, value in operation.kwargs.items()}
-    return replace(operation, args=map_values(operation.args, rename), kwargs=kwargs)
-
-
-def renamed(program: Program, names: Mapping[str, str]) -> Program:
-    """The program with other names for its values."""
-
-    def all_of(given: Iterable[Any]) -> tuple[Any, ...]:
-        return tuple(names.get(name, name) for name in given)
-
-    def of_operations(operations: Iterable[Operation]) -> list[Operation]:
-        return [replace(with_names(o, names), makes=all_of(o.makes)) for o in operations]
-
-    return replace(
-        program,
-        forward=of_operations(program.forward),
-        results=all_of(program.results),
-        kept=tuple(sorted({*all_of(program.kept)})),
-        backward=of_operations(program.backward),
-        wanted=all_of(program.wanted),
-    )
-
-
-def depends_on(operations: Iterable[Operation], values: Mapping[str, Tensor], results: Iterable[str]) -> set[str]:
-    """The names of the values that results depend on, as these were before the operations.
-
-    Statistics that an operation only updates are none of them.
-    """
-    sources: dict[int, set[str]] = {}
-
-    def of(name: str) -> set[str]:
-        return sources.setdefault(storage(values[name]), {name})
-
-    for operation in operations:
-        updated = updated_by(operation)
-        read = set[str]().union(*(of(name) for name in operation.operands if name not in updated))
-        for name in filter(None, operation.makes):
-            sources[storage(values[name])] = read | sources.get(storage(values[name]), set())
-        for name in overwritten(operation):
-            if name not in updated:
-                sources[storage(values[name])] = read | of(name)
-    return set[str]().union(*(of(name) for name in results))
-
-
-def overwritten(operation: Operation) -> list[str]:
-    """The names of the values that an operation of torch writes."""
-    return [value.name for declared, value in arguments_of(operation) if declared.is_write]
-
-
-def updated_by(operation: Operation) -> set[str]:
-    """The names of the running statistics that an operation updates without using them."""
-    function = operation.function
-    if isinstance(function, OpOverload) and function.namespace == "fastlayers":
-        return {*overwritten(operation)}
-    if not isinstance(function, OpOverload) or not function._schema.name.endswith(STATISTICS):
-        return set()
-    given = {declared.name: value for declared, value in arguments_of(operation, every=True)}
-    trains = given.get("training", given.get("train", given.get("use_input_stats", True)))
-    running = (value for name, value in given.items() if name.startswith("running_") and isinstance(value, Value))
-    return {value.name for value in running} if trains else set()
-
-
-def arguments_of(operation: Operation, every: bool = False) -> list[tuple[Any, Any]]:
-    """The declared arguments of an operation of torch with what it is given; only values unless ``every`` is asked."""
-    if not isinstance(operation.function, OpOverload):
-        return []
-    declared = operation.function._schema.arguments
-    given = {**dict(zip((each.name for each in declared), operation.args, strict=False)), **operation.kwargs}
-    found = [(each, given[each.name]) for each in declared if each.name in given]
-    return found if every else [(each, value) for each, value in found if isinstance(value, Value)]
-
-
 def communicates(function: OpOverload) -> bool:
     """Whether an operation sends to other processes, or waits for them."""
     return function.namespace in COLLECTIVES or any(given.name in GROUPS for given in function._schema.arguments)
@@ -511,41 +319,7 @@ def in_memory_of(made: Any, t: Tensor) -> bool:
     return all(storage(other) == storage(t) for other in ((made,) if isinstance(made, Tensor) else made))
 
 
-def storage(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
-
-
 def key(t: Tensor) -> Key:
     if t.layout is not torch.strided or t.is_conj() or t.is_neg():
         raise Refusal(Reason.UNKNOWN_CALL, f"a {t.layout} tensor of {t.dtype}")
     return storage(t), int(t.storage_offset()), t.dtype, t.shape, t.stride()
-
-
-def keeping(program: Program) -> Program:
-    """The program, which keeps what its backward needs of the forward."""
-    if not program.grads:
-        return program
-    own = {name for operation in program.backward for name in operation.makes} | set(program.grads)
-    used = {name for operation in program.backward for name in operation.uses} | set(filter(None, program.wanted))
-    return replace(program, kept=tuple(sorted(used - own)))
-
-
-def alive(operations: Sequence[Operation], needed: Iterable[str]) -> list[Operation]:
-    """The operations that contribute to the needed values, or have an effect."""
-    found, names = [], set(needed)
-    for operation in reversed(operations):
-        if operation.effect or names.intersection(operation.makes):
-            found.append(operation)
-            names |= operation.uses
-    return found[::-1]
-
-
-def is_kernel(function: Any) -> bool:
-    """Whether a recorded function is a kernel of ours."""
-    module = function.namespace if isinstance(function, OpOverload) else getattr(function, "__module__", None)
-    return str(module).startswith("fastlayers")
-
-
-def plain_name(function: Any) -> str:
-    name = function._schema.name.split("::")[1] if isinstance(function, OpOverload) else function.__name__
-    return str(name)

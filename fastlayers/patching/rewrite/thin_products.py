@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastlayers import backends
 from fastlayers.kernels.low_rank import most_parts, thin_kernels, thin_product, thin_products
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.rewrite.fusable import spelled, written_by
-from fastlayers.patching.rewrite.tape import Operation, Program, Value, storage
+from fastlayers.patching.rewrite.fusable import spelled
+from fastlayers.patching.rewrite.program import Operation, Program, Value, storage
 
 __all__ = ["with_thin_products"]
 
@@ -45,7 +45,7 @@ class Together:
 def with_thin_products(program: Program) -> Program:
     """The program with the launches of its thin products, those of one matrix together."""
     values, fake = program.values, program.fake
-    written = set(written_by([*program.forward, *program.backward], values))
+    written = set(program.writers)
     results = {storage(values[name]) for name in program.results}
     parts = []
     for part in (program.forward, program.backward):

@@ -10,13 +10,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from fastlayers.kernels.low_rank import thin_product
 from fastlayers.patching.rewrite.absorption import kernel_name
-from fastlayers.patching.rewrite.fusable import makers_of, spelled, written_by
-from fastlayers.patching.rewrite.tape import Operation, Program, keeping, storage, with_names
+from fastlayers.patching.rewrite.fusable import spelled
+from fastlayers.patching.rewrite.program import Operation, Program, keeping, with_names
 
 __all__ = ["with_values_again"]
 
@@ -29,15 +28,13 @@ def with_values_again(program: Program) -> Program:
     values = program.values
     if not program.grads:
         return program
-    makers = makers_of(program.forward)
-    written = written_by([*program.forward, *program.backward], values)
-    chains = {name: chain_of(name, program, makers) for name in program.kept if name not in program.results}
+    chains = {name: chain_of(name, program) for name in program.kept if name not in program.results}
     names: dict[str, str] = {}
     backward: list[Operation] = []
     for given in program.backward:
         for name in given.operands:
             chain = chains.pop(name, [])
-            if any(storage(values[step.makes[0]]) in written for step in chain):
+            if any(program.is_written(step.makes[0]) for step in chain):
                 continue
             for step in chain:  # Just before its first use: it is as large as what would have been kept.
                 (made,) = step.makes
@@ -49,39 +46,39 @@ def with_values_again(program: Program) -> Program:
     return keeping(replace(program, backward=backward))
 
 
-def chain_of(name: str, program: Program, makers: Mapping[str, Operation]) -> list[Operation]:
+def chain_of(name: str, program: Program) -> list[Operation]:
     """The operation that makes a value again, and the views before and after it; none for another value, and if what
     it is computed of is not kept."""
     after: list[Operation] = []
-    while (maker := makers.get(name)) is not None and maker.view:
+    while (maker := program.makers.get(name)) is not None and maker.view:
         after.insert(0, maker)
         name = maker.args[0].name
-    if maker is None or not is_cheap(maker, makers):
+    if maker is None or not is_cheap(maker, program):
         return []
     before: list[Operation] = []
     for operand in maker.operands:
-        views = views_of(operand, program, makers)
+        views = views_of(operand, program)
         if views is None:
             return []
         before += [view for view in views if view not in before]
     return [*before, maker, *after]
 
 
-def is_cheap(operation: Operation, makers: Mapping[str, Operation]) -> bool:
+def is_cheap(operation: Operation, program: Program) -> bool:
     """Whether an operation does little more than write its result."""
     if kernel_name(operation) == "gated_forward":
         return True
     if spelled(operation) != "mm":
         return False
-    factor = makers.get(operation.args[0].name)
+    factor = program.makers.get(operation.args[0].name)
     return factor is not None and factor.function is thin_product
 
 
-def views_of(name: str, program: Program, makers: Mapping[str, Operation]) -> list[Operation] | None:
+def views_of(name: str, program: Program) -> list[Operation] | None:
     """The views that make a value of a kept one; None if it is of another one."""
     views: list[Operation] = []
     while name not in program.kept:
-        view = makers.get(name)
+        view = program.makers.get(name)
         if view is None or not view.view:
             return None
         views.insert(0, view)
