@@ -74,8 +74,9 @@ types: $(ENV)  ## mypy
 
 pytest: $(ENV)  ## the tests alone, on the build that is there
 	@# In random order; ARGS=--randomly-seed=N repeats order and draw of the run that printed N.
-	@# Two workers share the cores, so an idle OpenMP thread must not spin on one.
-	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist worksteal $(DRAW) $(ARGS)
+	@# Two workers share the cores, so an idle OpenMP thread must not spin on one. And both, and the processes that they
+	@# start, share the bytecode, also where the environment keeps Python from writing any.
+	OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal $(DRAW) $(ARGS)
 
 test-libraries: $(CORPUS_ENV)  ## environment in .venv-corpus, then the tests that need its libraries too: minutes
 	@# hydra 1.0.7, which lightly needs, brings a plugin that Python 3.11 cannot import.

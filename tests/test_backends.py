@@ -195,7 +195,8 @@ def test_environment_variable_with_an_absent_backend():
 
 
 def test_import_is_light():
-    """Neither Triton, nor Dynamo (which brings it), nor what only the command line and checkpoints use."""
+    """Neither Triton, nor Dynamo, which reads our name from an entry point, nor what only the command line, checkpoints
+    and integrations use."""
     heavy = (
         "triton",
         "torch._dynamo",
@@ -205,6 +206,7 @@ def test_import_is_light():
         "safetensors",
         "transformers",
         "numpy.testing",
+        "fastlayers.integrations",
     )
     ran = python(
         "import sys, torch; before = set(sys.modules); import fastlayers;"

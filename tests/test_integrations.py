@@ -64,11 +64,6 @@ def in_new_process(code: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_import_of_fastlayers_imports_no_integration():
-    code = "import sys, fastlayers; sys.exit(any(name.startswith('fastlayers.integrations') for name in sys.modules))"
-    in_new_process(code)
-
-
 # ---- kernels, and transformers' use_kernels --------------------------------------------------------------------------
 
 

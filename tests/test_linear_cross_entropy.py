@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import DEVICES, assert_close, excess, greatest_error, same_bits
 from ops import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY, nbytes
+from processes import run_in_processes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -620,19 +621,6 @@ VOCAB_OPTIONS = (
 )
 
 
-def on_every_rank(tmp_path, function) -> None:
-    torch.multiprocessing.spawn(_enter, (str(tmp_path / "store"), function), nprocs=WORLD)
-
-
-def _enter(rank: int, store: str, function) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    try:
-        function(rank)
-    finally:
-        dist.destroy_process_group()
-
-
 def check_vocab_parallel(rank: int) -> None:
     whole_op = CROSS_ENTROPY.reference
     generator = torch.Generator().manual_seed(0)
@@ -731,4 +719,4 @@ def check_ranks(rank: int) -> None:
 
 def test_vocab_parallel_and_fsdp(tmp_path):
     """In the same processes, which take longer to start than to run."""
-    on_every_rank(tmp_path, check_ranks)
+    run_in_processes(check_ranks, WORLD, tmp_path)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import draw
 import pytest
 import torch
 import torch.nn.functional as F
@@ -435,10 +436,11 @@ CHOSEN = "(triton or forced_kernel) and not float16"
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="Triton interprets here already")
-def test_in_the_interpreter(inner_run):
+def test_in_the_interpreter(inner_run, pytestconfig):
     pytest.importorskip("triton")
+    options = [*inner_run, *draw.options(pytestconfig, draw.FEW)]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *inner_run, "-m", "not gpu", "-k", CHOSEN, __file__],
+        [sys.executable, "-m", "pytest", *options, "-m", "not gpu", "-k", CHOSEN, __file__],
         env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[1], capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

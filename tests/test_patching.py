@@ -10,7 +10,6 @@ import linecache
 import pickle
 import random
 import re
-import subprocess
 import sys
 import warnings
 import weakref
@@ -546,14 +545,6 @@ def test_report_in_other_forms(net):
     assert "pattern 'nowhere' matched nothing" in markdown
 
 
-def test_rich_is_imported_for_printing_only():
-    code = (
-        "import sys, torch; from torch import nn; from fastlayers.patching import patch_model, patch_report; "
-        "str(patch_report(patch_model(nn.Softmax(-1)))); assert 'rich' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
 
@@ -890,6 +881,7 @@ def test_convert_sync_batchnorm_after_patching(net):
 # -- compilers and transforms -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [True, False])
 def test_compile_in_one_graph(net, x, mode):
     patch_model(net)

@@ -298,6 +298,7 @@ def test_scan_of_transformers_needs_no_weights(run):
     assert run("scan", "transformers:bert", "--tiny").exit_code == 0  # It has a linear_act.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "LlamaForCausalLM", "t5", "vit", "whisper", "GPT2LMHeadModel", "wav2vec2"])
 def test_verify_of_transformers(run, name):
     pytest.importorskip("transformers")

@@ -395,6 +395,7 @@ def test_replaced_forward_with_another_signature():
     torch.testing.assert_close(model(x), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["forward", "method of a base class", "F.gelu", "nn.LayerNorm.forward"])
 def test_replaced_under_compile(case):
     """The guards break no graph, and Dynamo captures another one where they fail."""

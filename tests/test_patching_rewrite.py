@@ -465,6 +465,7 @@ def test_attention_with_and_without_a_mask():
     assert torch.equal(block(x, mask=None), block(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_attention_compiles_in_one_graph(dynamic):
     torch.manual_seed(0)

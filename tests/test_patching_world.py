@@ -6,6 +6,7 @@ Each is done to a patched model and to one that never was, and both must stay eq
 from __future__ import annotations
 
 import copy
+import importlib.util
 import itertools
 import os
 import subprocess
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.nn.utils.prune
 from harness import assert_no_worse
+from processes import run_in_processes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -426,7 +428,7 @@ def test_a_spawned_process_gets_the_unpatched_model(tmp_path):
     assert repr(model[0]).startswith("FusedMLP(")
 
 
-def test_a_saved_module_loads_without_fastlayers(tmp_path):
+def test_a_saved_module_loads_without_fastlayers(tmp_path, monkeypatch):
     (tmp_path / "networks.py").write_text(
         textwrap.dedent(
             """
@@ -451,18 +453,17 @@ def test_a_saved_module_loads_without_fastlayers(tmp_path):
         assert torch.equal(model(x), y)
         assert not any(name.startswith("fastlayers.") for name in sys.modules)
     """
-    save = """
-        import copy, torch, networks
-        from fastlayers import patch_model, unpatch_model
-        model = patch_model(torch.nn.Sequential(networks.Block(), networks.Block()))
-        assert "FusedBlock" in repr(model) and "FusedLayerNorm" in repr(model)
-        x = torch.randn(3, 8)
-        torch.save((model, x, unpatch_model(copy.deepcopy(model))(x)), "saved.pt")
-    """
-    for code in (save, load):
-        subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=tmp_path, env=environment(tmp_path)
-        )
+    spec = importlib.util.spec_from_file_location("networks", tmp_path / "networks.py")
+    networks = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "networks", networks)
+    spec.loader.exec_module(networks)
+    model = patch_model(nn.Sequential(networks.Block(), networks.Block()))
+    assert "FusedBlock" in repr(model)
+    assert "FusedLayerNorm" in repr(model)
+    x = torch.randn(3, 8)
+    torch.save((model, x, unpatch_model(copy.deepcopy(model))(x)), tmp_path / "saved.pt")
+    command = [sys.executable, "-c", textwrap.dedent(load)]
+    subprocess.run(command, check=True, cwd=tmp_path, env=environment(tmp_path))
 
 
 def environment(*paths):
@@ -613,6 +614,7 @@ def test_symbolic_trace_of_stretches():
     torch.testing.assert_close(traced(rows()), undone(model)(rows()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["patched, compiled", "compiled, patched"])
 def test_the_compile_method(order):
     model, stock = mlp(), mlp()
@@ -863,13 +865,11 @@ def test_a_copy_of_a_wrapper_is_a_wrapper():
     assert type(copy.deepcopy(wrapper.model)) is type(wrapper.model)
 
 
-def train_in_parallel(rank, store):
-    torch.set_num_threads(1)
+def train_in_parallel(rank, before):
     warnings.simplefilter("ignore", PatchWarning)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     expected = train(mlp(True), batch)
-    for wrap, before in itertools.product((ddp, compiled_ddp, fsdp, fsdp_of_layers), (True, False)):
+    for wrap in (ddp, compiled_ddp, fsdp, fsdp_of_layers):
         model = mlp(True)
         model = wrap(patch_model(model)) if before else patch_model(wrap(model))
         losses = train(model, batch[2 * rank : 2 * rank + 2])
@@ -881,13 +881,12 @@ def train_in_parallel(rank, store):
             if wrap is fsdp:
                 assert report["0"].became == "FusedMLP"
         train(unpatch_model(model), batch)
-    dist.barrier()  # threads of gloo let go of the last tensors; one that does so when Python ends aborts the process
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_ddp_and_fsdp(tmp_path):
-    torch.multiprocessing.spawn(train_in_parallel, (str(tmp_path / "store"),), nprocs=2)
+@pytest.mark.parametrize("before", [True, False], ids=["patched before", "patched after"])
+def test_ddp_and_fsdp(tmp_path, before):
+    run_in_processes(partial(train_in_parallel, before=before), 2, tmp_path)
 
 
 # -- transformers and PEFT --------------------------------------------------------------------------------------------

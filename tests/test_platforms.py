@@ -115,6 +115,7 @@ def environment(folder: Path) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(folder / "installed"), "COLUMNS": "200"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", SYSTEMS)
 def test_pip_gives_the_pure_python_package_which_says_so(platform, tmp_path):
     reason = REASON.format(SYSTEMS[platform])

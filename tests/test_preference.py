@@ -648,6 +648,7 @@ def test_no_value_is_read_and_no_argument_is_written(name):
     assert [t._version for t in given] == before
 
 
+@pytest.mark.slow
 @each("name", CASES)
 def test_one_graph_under_compile(name):
     case = CASES[name].to()

@@ -2012,6 +2012,7 @@ print(sum(isinstance(t, torch.Tensor) and t.shape == (8, 64) for t in gc.get_obj
 """
 
 
+@pytest.mark.slow  # and not one for each executor
 def test_the_first_recording_of_a_process_leaves_no_garbage(tmp_path):
     """What torch imports for it left the frames of its callers in a cycle, and with them tensors."""
     script = tmp_path / "script.py"

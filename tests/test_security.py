@@ -78,11 +78,12 @@ def test_no_pickle_is_loaded():
                 assert not {"pickle", "dill", "cloudpickle", "marshal", "shelve"} & names, file
 
 
-def test_the_command_imports_only_what_it_is_told_to(tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["info"], ["scan", "mine:build"]], ids=" ".join)
+def test_the_command_imports_only_what_it_is_told_to(tmp_path, arguments):
     """A module of the current directory is not imported, unless the target names it."""
     (tmp_path / "timm.py").write_text("print('imported timm')")
     (tmp_path / "mine.py").write_text("from torch import nn\n\ndef build():\n    return nn.Softmax(-1)\n")
     command = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "fastlayers"]
-    for arguments in (["info"], ["scan", "mine:build"]):
-        found = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert "imported" not in found.stdout
+    found = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "imported" not in found.stdout

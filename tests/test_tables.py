@@ -165,6 +165,7 @@ def test_columns_that_do_not_fit_are_below_the_others(monkeypatch):
 PROGRAM = "import sys, test_tables; print(test_tables.REPORTS['patch']); test_tables.cli.main(['info'])"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "in_terminal"), [(80, True), (120, False)])
 def test_the_width_is_that_of_the_terminal_and_120_in_a_pipe(width, in_terminal):
     ours, theirs = pty.openpty()

@@ -19,12 +19,8 @@ pytest.importorskip("triton")
 
 FOLDER = Path(__file__).parent / "triton_kernels"
 INTERPRETED = sorted(FOLDER.glob("interpret_*.py"))
-#: A process for each takes five seconds to import torch and Triton; one for each set leaves no core without work.
-SETS = {
-    "compiled": sorted(set(FOLDER.glob("*.py")) - set(INTERPRETED)),
-    "interpreted": INTERPRETED[::2],
-    "interpreted too": INTERPRETED[1::2],
-}
+#: A process for each: it takes five seconds to import torch and Triton, and to collect.
+SETS = {"compiled": sorted(set(FOLDER.glob("*.py")) - set(INTERPRETED)), "interpreted": INTERPRETED}
 
 
 # Not marked slow, of which a draw takes one case: each of its processes draws from its own tests.
