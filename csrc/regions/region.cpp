@@ -14,10 +14,12 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/jit/runtime/operator.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
@@ -334,6 +336,16 @@ struct Region : torch::CustomClassHolder {
 
 // -- the node ---------------------------------------------------------------------------------------------------------
 
+// Nodes became intrusive_ptr_targets between torch 2.11 and 2.13.
+template <typename Node>
+auto make_node(autograd::edge_list&& edges) {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
+    return c10::make_intrusive<Node>(std::move(edges));
+  } else {
+    return std::shared_ptr<Node>(new Node(std::move(edges)), [](auto* node) { deleteNode(node); });
+  }
+}
+
 struct RegionBackward final : autograd::Node {
   c10::intrusive_ptr<Region> region;
   std::vector<autograd::SavedVariable> saved;  // what the region keeps, and then what `from` adds
@@ -343,6 +355,9 @@ struct RegionBackward final : autograd::Node {
   Numbers versions, from;
   IValue again;
   bool released = false;
+  // For compiled autograd, which has an address in a tensor as an input of its graph: this node's, and that of the node for its call.
+  int64_t address = reinterpret_cast<int64_t>(this);
+  mutable Tensor for_call;
 
   using Node::Node;
 
@@ -355,17 +370,54 @@ struct RegionBackward final : autograd::Node {
     release();
   }
 
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
-    TORCH_CHECK(
-        false, "compiled autograd cannot trace the backward of a patched forward that ran as one node; run the forward "
-        "under torch.compile too, or call fastlayers.unpatch_model before");
+  // The graph of compiled autograd has one call of this backward, which Dynamo leaves as it is. It comes after the variables of this node
+  // were released: another node without edges has them.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
+    auto node = make_node<RegionBackward>(autograd::edge_list());
+    auto self = const_cast<RegionBackward*>(this)->getptr();
+    for (const auto& t : saved) node->saved.emplace_back(t.unpack(self).detach(), /*is_output=*/false);
+    node->region = region, node->inputs = inputs.copy(), node->versions = versions, node->from = from, node->again = again;
+    for_call = at::from_blob(&node->address, {}, [node](void*) {}, at::kLong);
+    args.collect(for_call);
+    args.collect(region->identity);
+    args.collect(asked());
+  }
+
+  autograd::variable_list apply_with_saved(
+      const autograd::variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved_variables) override {
+    saved_variables.before(for_call);
+    const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
+    const auto run = [asked = asked()](const autograd::variable_list& given, const std::vector<IValue>& rest) {
+      at::AutoGradMode no_grad(false);
+      auto* node = reinterpret_cast<RegionBackward*>(rest[0].toTensor().item<int64_t>());
+      return node->differentiate(autograd::variable_list(given), asked);
+    };
+    const auto bound = compiler->bind_function(
+        saved_variables.get_py_compiler(), name(), run, {c10::TensorType::get()}, /*is_custom_function=*/true,
+        /*is_traceable=*/false);
+    using Metadata = std::vector<std::optional<autograd::InputMetadata>>;
+    auto found = compiler->call_function(
+        saved_variables.get_py_compiler(), "apply_functional", bound, grads, {for_call},
+        torch::dynamo::autograd::IValuePacker<Metadata>::pack(torch::dynamo::autograd::get_input_metadata(next_edges())));
+    saved_variables.after(for_call);
+    return found;
   }
 
   autograd::variable_list apply(autograd::variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
+    return differentiate(std::move(grads), asked());
+  }
+
+ private:
+  std::vector<bool> asked() const {
     std::vector<bool> asked(num_outputs());
     for (size_t i = 0; i < asked.size(); ++i) asked[i] = task_should_compute_output(i) && region->wanted[i] >= 0;
+    return asked;
+  }
+
+  autograd::variable_list differentiate(autograd::variable_list&& grads, const std::vector<bool>& asked) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
     const bool derived = must_be_differentiable(grads);
     if (derived || std::any_of(grads.begin(), grads.end(), [](const Tensor& t) { return !t.defined(); })) {
       auto found = by_python(grads, asked, derived);
@@ -386,9 +438,9 @@ struct RegionBackward final : autograd::Node {
     return found;
   }
 
- private:
   void release() {
     for (auto& t : saved) t.reset_data();
+    for_call.reset();
     inputs = Tensors();
     again = {};
     released = true;
@@ -412,9 +464,7 @@ struct RegionBackward final : autograd::Node {
   Tensor as_recorded(Tensor grad, size_t i) const {
     const auto& strides = region->strides[i];
     if (grad.strides() == strides) return grad;
-    const auto& metadata = input_metadata(i);
-    auto copy = at::empty_strided(C10_AS_INTARRAYREF_SLOW(metadata.shape_as_dim_vector()), strides, metadata.options());
-    return copy.copy_(grad);
+    return at::empty_strided(grad.sizes(), strides, grad.options()).copy_(grad);
   }
 
   // The gradients that are asked for, with a graph if they are `derived`; otherwise some results have no gradient.
@@ -450,16 +500,6 @@ struct RegionBackward final : autograd::Node {
     return found;
   }
 };
-
-// Nodes became intrusive_ptr_targets between torch 2.11 and 2.13.
-template <typename Node>
-auto make_node(autograd::edge_list&& edges) {
-  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
-    return c10::make_intrusive<Node>(std::move(edges));
-  } else {
-    return std::shared_ptr<Node>(new Node(std::move(edges)), [](auto* node) { deleteNode(node); });
-  }
-}
 
 // Give the results in the registers a node.
 void set_history(const c10::intrusive_ptr<Region>& region, IValue again, Tensors inputs, Registers& registers) {
