@@ -208,6 +208,17 @@ def test_some_results_run_no_forward(monkeypatch):
     torch.autograd.grad(first.sum(), [*patched.parameters()], allow_unused=True)
 
 
+@pytest.mark.parametrize("used", [(0,), (2,)])
+def test_some_results_of_a_checkpoint(used):
+    """What a forward keeps of its inputs, which another node computed, is unpacked once."""
+    found = []
+    for model in pair(Three):
+        x, parameters = inputs(), [*model.parameters()]
+        results = checkpoint(lambda x, call=model: call(torch.sin(x)), x, use_reentrant=False)
+        found.append(torch.autograd.grad(sum(results[i].sum() for i in used), [x, *parameters], allow_unused=True))
+    torch.testing.assert_close(found[1], found[0])
+
+
 # -- the form of a call ------------------------------------------------------------------------------------------------
 
 

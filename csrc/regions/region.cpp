@@ -477,15 +477,20 @@ struct RegionBackward final : autograd::Node {
     for (bool needed : asked) needs.push_back(needed);
     auto whole = inputs.copy();
     auto expected = versions;
+    std::vector<Tensor> unpacked(saved.size());  // each once: of a checkpoint a second time would be another recomputation
+    const auto unpack = [&](int64_t i) {
+      if (!unpacked[i].defined()) unpacked[i] = saved[i].unpack(getptr());
+      return unpacked[i];
+    };
     for (size_t i = 0; i < from.size(); ++i) {
       if (from[i] < 0) continue;
-      whole.set(i, saved[from[i]].unpack(getptr()));  // which tests whether it was written
+      whole.set(i, unpack(from[i]));  // which tests whether it was written
       expected[i] = whole.get(i)._version();
     }
     Stack stack{again, whole, expected};
     if (!derived) {
       Tensors kept;
-      for (size_t i = 0; i < region->kept.size(); ++i) kept.push_back(saved[i].unpack(getptr()));
+      for (size_t i = 0; i < region->kept.size(); ++i) kept.push_back(unpack(i));
       stack.emplace_back(std::move(kept));
     }
     stack.emplace_back(std::move(given));

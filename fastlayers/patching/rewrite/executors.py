@@ -184,12 +184,13 @@ class Node(torch.autograd.Function):
                     "Trying to backward through the graph a second time: the inputs of a patched forward were freed. "
                     "Specify retain_graph=True in the first backward"
                 )
-            ctx.given.remember(ctx.made, ctx.saved_tensors[ctx.kept : ctx.kept + len(ctx.made)])
+            saved = ctx.saved_tensors  # Of a checkpoint a second time would be another recomputation.
+            ctx.given.remember(ctx.made, saved[ctx.kept : ctx.kept + len(ctx.made)])
             needs = ctx.needs_input_grad[4:]
             if derived:
                 found = ctx.again.differentiate(ctx.given, active, needs)
             else:
-                found = ctx.again.some(ctx.given, list(ctx.saved_tensors[: ctx.kept]), active, needs)
+                found = ctx.again.some(ctx.given, list(saved[: ctx.kept]), active, needs)
             ctx.given.forget(ctx.made)
             if not (torch.is_grad_enabled() or _retains_graph()):
                 ctx.maybe_clear_saved_tensors()
