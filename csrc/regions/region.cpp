@@ -262,10 +262,14 @@ struct Region : torch::CustomClassHolder {
   std::vector<Numbers> strides;           // of these gradients, as they were recorded
   int64_t identity = 0;                   // differs from that of every other region of this process
   std::mutex mutex;
-  std::map<std::vector<bool>, Program> pruned;
+  struct Pruned {
+    Program program;
+    Numbers kept;  // the places of what it needs in what the region keeps: the rest may have been written since
+  };
+  std::map<std::vector<bool>, Pruned> pruned;
 
   // The backward that computes only what is asked. Elements of a map stay where they are.
-  const Program& backward_for(const std::vector<bool>& asked) {
+  const Pruned& backward_for(const std::vector<bool>& asked) {
     std::lock_guard<std::mutex> lock(mutex);
     auto it = pruned.find(asked);
     if (it == pruned.end()) {
@@ -273,7 +277,17 @@ struct Region : torch::CustomClassHolder {
       for (size_t i = 0; i < asked.size(); ++i) {
         if (asked[i]) needed.push_back(wanted[i]);
       }
-      it = pruned.emplace(asked, alive(backward, needed)).first;
+      auto program = alive(backward, needed);
+      for (const auto& step : program) {
+        for (const auto& argument : step.arguments) {
+          needed.insert(needed.end(), argument.registers.begin(), argument.registers.end());
+        }
+      }
+      Numbers places;
+      for (size_t i = 0; i < kept.size(); ++i) {
+        if (std::find(needed.begin(), needed.end(), kept[i]) != needed.end()) places.push_back(static_cast<int64_t>(i));
+      }
+      it = pruned.emplace(asked, Pruned{std::move(program), std::move(places)}).first;
     }
     return it->second;
   }
@@ -426,11 +440,12 @@ struct RegionBackward final : autograd::Node {
     }
 
     Registers registers(region->size);
-    for (size_t i = 0; i < region->kept.size(); ++i) registers[region->kept[i]] = saved[i].unpack(getptr());
+    const auto& [program, places] = region->backward_for(asked);
+    for (auto i : places) registers[region->kept[i]] = saved[i].unpack(getptr());
     // Saved tensors die at their last use, not when the node has run.
     if (!autograd::get_current_graph_task_keep_graph()) release();
     for (size_t i = 0; i < grads.size(); ++i) registers[region->grads[i]] = as_recorded(std::move(grads[i]), i);
-    run(region->backward_for(asked), registers);
+    run(program, registers);
     autograd::variable_list found(asked.size());
     for (size_t i = 0; i < asked.size(); ++i) {
       if (asked[i]) found[i] = registers[region->wanted[i]].toTensor();
@@ -489,8 +504,11 @@ struct RegionBackward final : autograd::Node {
     }
     Stack stack{again, whole, expected};
     if (!derived) {
+      static const auto needed_op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::needed", "");
+      Stack question{again, given};
+      needed_op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, question);
       Tensors kept;
-      for (size_t i = 0; i < region->kept.size(); ++i) kept.push_back(unpack(i));
+      for (auto i : question[0].toIntVector()) kept.push_back(unpack(i));
       stack.emplace_back(std::move(kept));
     }
     stack.emplace_back(std::move(given));
@@ -583,7 +601,7 @@ Gradients backward(const c10::intrusive_ptr<Region>& region, const Tensors& grad
   for (size_t i = 0; i < grads.size(); ++i) registers[region->grads[i]] = grads.get(i);
   std::vector<bool> asked(region->wanted.size());
   for (size_t i = 0; i < asked.size(); ++i) asked[i] = region->wanted[i] >= 0;
-  run(region->backward_for(asked), registers);
+  run(region->backward_for(asked).program, registers);
   Gradients found;
   for (size_t i = 0; i < asked.size(); ++i) {
     found.push_back(asked[i] ? std::optional<Tensor>(registers[region->wanted[i]].toTensor()) : std::nullopt);
@@ -627,6 +645,8 @@ TORCH_LIBRARY_FRAGMENT(fastlayers_regions, m) {
       {{"again", object}, {"inputs", tensors}, {"versions", integers}, {"grads", gradients},
        {"needs", c10::ListType::ofBools()}},
       {{"", gradients}}));
+  m.def(c10::FunctionSchema(
+      "fastlayers_regions::needed", "", {{"again", object}, {"grads", gradients}}, {{"", integers}}));
   m.def(c10::FunctionSchema(
       "fastlayers_regions::some", "",
       {{"again", object}, {"inputs", tensors}, {"versions", integers}, {"kept", tensors}, {"grads", gradients},
