@@ -42,8 +42,8 @@ CHECK := $(MAKE) --no-print-directory --keep-going --jobs=2 lint types pytest
 test: build  ## environment, build, lint, types, and of the tests a share of the cases that a seed draws: minutes
 	@$(CHECK) DRAW=--draw
 
-test-all: build  ## the same with every case, as a release and a finished issue pass it: half an hour
-	@$(CHECK)
+test-all: build  ## the same with every case, as a release passes it, half an hour, and 20,000 random sequences, resumable
+	@FASTLAYERS_SEQUENCES=20000 $(CHECK)
 
 env: $(ENV)  ## the environment in .venv
 

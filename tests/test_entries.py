@@ -208,6 +208,32 @@ def test_some_results_run_no_forward(monkeypatch):
     torch.autograd.grad(first.sum(), [*patched.parameters()], allow_unused=True)
 
 
+@pytest.mark.parametrize("used", [(0,), (2,)])
+def test_some_results_of_a_checkpoint(used):
+    """What a forward keeps of its inputs, which another node computed, is unpacked once."""
+    found = []
+    for model in pair(Three):
+        x, parameters = inputs(), [*model.parameters()]
+        results = checkpoint(lambda x, call=model: call(torch.sin(x)), x, use_reentrant=False)
+        found.append(torch.autograd.grad(sum(results[i].sum() for i in used), [x, *parameters], allow_unused=True))
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1, 2)])
+def test_what_a_backward_does_not_need_may_be_written(used):
+    """Such as by an optimizer's step, before a backward for some of the results or of the parameters."""
+    if regions.executor_class() is executors.PythonExecutor:
+        pytest.skip("torch unpacks all that a Function of Python keeps")
+    found = []
+    for model in pair(Three):
+        results = model(inputs())
+        with torch.no_grad():
+            (model.fc if len(used) == 3 else model.heads[2]).weight.mul_(2)
+        loss = sum(results[i].square().sum() for i in used)
+        found.append(torch.autograd.grad(loss, [*model.heads[0].parameters()], allow_unused=True))
+    torch.testing.assert_close(found[1], found[0])
+
+
 # -- the form of a call ------------------------------------------------------------------------------------------------
 
 

@@ -1457,15 +1457,23 @@ def test_a_second_derivative_of_inputs_that_were_written():
         torch.autograd.grad(out.sum(), x, create_graph=True)
 
 
-def test_compiled_autograd_says_what_it_cannot_do(executor):
-    region, x = recorded(Block(), tokens()), tokens()
-    out = region(x).sum()
-    if executor == "python":
-        pytest.skip("Dynamo traces the node of the Python executor")
-    refused = pytest.raises(RuntimeError, match="compiled autograd cannot trace")
-    with refused, compiled_autograd._enable(torch.compile(backend="eager")):
-        out.backward()
-    region(x).sum().backward()  # nothing is left of the attempt
+@pytest.mark.parametrize("compiler", [lambda graph: graph, torch.compile(backend="eager")], ids=["graph", "dynamo"])
+def test_compiled_autograd(compiler):
+    """Two calls of one region in a graph, which is compiled once and run with the values of other calls."""
+    module = Block()
+    region = recorded(module, tokens())
+    for step in range(3):
+        found = []
+        for call in (module, region):
+            x, wanted = tokens(), [*call.parameters()]
+            out = call(call(x * step))
+            found.append(torch.autograd.grad(out.sum(), [x, *wanted], retain_graph=True))
+            with compiled_autograd._enable(compiler):
+                found.append(torch.autograd.grad(out.sum(), [x, *wanted]))
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                out.sum().backward()
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0])
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

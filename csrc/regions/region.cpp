@@ -14,10 +14,12 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/jit/runtime/operator.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
@@ -260,10 +262,14 @@ struct Region : torch::CustomClassHolder {
   std::vector<Numbers> strides;           // of these gradients, as they were recorded
   int64_t identity = 0;                   // differs from that of every other region of this process
   std::mutex mutex;
-  std::map<std::vector<bool>, Program> pruned;
+  struct Pruned {
+    Program program;
+    Numbers kept;  // the places of what it needs in what the region keeps: the rest may have been written since
+  };
+  std::map<std::vector<bool>, Pruned> pruned;
 
   // The backward that computes only what is asked. Elements of a map stay where they are.
-  const Program& backward_for(const std::vector<bool>& asked) {
+  const Pruned& backward_for(const std::vector<bool>& asked) {
     std::lock_guard<std::mutex> lock(mutex);
     auto it = pruned.find(asked);
     if (it == pruned.end()) {
@@ -271,7 +277,17 @@ struct Region : torch::CustomClassHolder {
       for (size_t i = 0; i < asked.size(); ++i) {
         if (asked[i]) needed.push_back(wanted[i]);
       }
-      it = pruned.emplace(asked, alive(backward, needed)).first;
+      auto program = alive(backward, needed);
+      for (const auto& step : program) {
+        for (const auto& argument : step.arguments) {
+          needed.insert(needed.end(), argument.registers.begin(), argument.registers.end());
+        }
+      }
+      Numbers places;
+      for (size_t i = 0; i < kept.size(); ++i) {
+        if (std::find(needed.begin(), needed.end(), kept[i]) != needed.end()) places.push_back(static_cast<int64_t>(i));
+      }
+      it = pruned.emplace(asked, Pruned{std::move(program), std::move(places)}).first;
     }
     return it->second;
   }
@@ -334,6 +350,16 @@ struct Region : torch::CustomClassHolder {
 
 // -- the node ---------------------------------------------------------------------------------------------------------
 
+// Nodes became intrusive_ptr_targets between torch 2.11 and 2.13.
+template <typename Node>
+auto make_node(autograd::edge_list&& edges) {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
+    return c10::make_intrusive<Node>(std::move(edges));
+  } else {
+    return std::shared_ptr<Node>(new Node(std::move(edges)), [](auto* node) { deleteNode(node); });
+  }
+}
+
 struct RegionBackward final : autograd::Node {
   c10::intrusive_ptr<Region> region;
   std::vector<autograd::SavedVariable> saved;  // what the region keeps, and then what `from` adds
@@ -343,6 +369,9 @@ struct RegionBackward final : autograd::Node {
   Numbers versions, from;
   IValue again;
   bool released = false;
+  // For compiled autograd, which has an address in a tensor as an input of its graph: this node's, and that of the node for its call.
+  int64_t address = reinterpret_cast<int64_t>(this);
+  mutable Tensor for_call;
 
   using Node::Node;
 
@@ -355,17 +384,54 @@ struct RegionBackward final : autograd::Node {
     release();
   }
 
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
-    TORCH_CHECK(
-        false, "compiled autograd cannot trace the backward of a patched forward that ran as one node; run the forward "
-        "under torch.compile too, or call fastlayers.unpatch_model before");
+  // The graph of compiled autograd has one call of this backward, which Dynamo leaves as it is. It comes after the variables of this node
+  // were released: another node without edges has them.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
+    auto node = make_node<RegionBackward>(autograd::edge_list());
+    auto self = const_cast<RegionBackward*>(this)->getptr();
+    for (const auto& t : saved) node->saved.emplace_back(t.unpack(self).detach(), /*is_output=*/false);
+    node->region = region, node->inputs = inputs.copy(), node->versions = versions, node->from = from, node->again = again;
+    for_call = at::from_blob(&node->address, {}, [node](void*) {}, at::kLong);
+    args.collect(for_call);
+    args.collect(region->identity);
+    args.collect(asked());
+  }
+
+  autograd::variable_list apply_with_saved(
+      const autograd::variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved_variables) override {
+    saved_variables.before(for_call);
+    const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
+    const auto run = [asked = asked()](const autograd::variable_list& given, const std::vector<IValue>& rest) {
+      at::AutoGradMode no_grad(false);
+      auto* node = reinterpret_cast<RegionBackward*>(rest[0].toTensor().item<int64_t>());
+      return node->differentiate(autograd::variable_list(given), asked);
+    };
+    const auto bound = compiler->bind_function(
+        saved_variables.get_py_compiler(), name(), run, {c10::TensorType::get()}, /*is_custom_function=*/true,
+        /*is_traceable=*/false);
+    using Metadata = std::vector<std::optional<autograd::InputMetadata>>;
+    auto found = compiler->call_function(
+        saved_variables.get_py_compiler(), "apply_functional", bound, grads, {for_call},
+        torch::dynamo::autograd::IValuePacker<Metadata>::pack(torch::dynamo::autograd::get_input_metadata(next_edges())));
+    saved_variables.after(for_call);
+    return found;
   }
 
   autograd::variable_list apply(autograd::variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
+    return differentiate(std::move(grads), asked());
+  }
+
+ private:
+  std::vector<bool> asked() const {
     std::vector<bool> asked(num_outputs());
     for (size_t i = 0; i < asked.size(); ++i) asked[i] = task_should_compute_output(i) && region->wanted[i] >= 0;
+    return asked;
+  }
+
+  autograd::variable_list differentiate(autograd::variable_list&& grads, const std::vector<bool>& asked) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
     const bool derived = must_be_differentiable(grads);
     if (derived || std::any_of(grads.begin(), grads.end(), [](const Tensor& t) { return !t.defined(); })) {
       auto found = by_python(grads, asked, derived);
@@ -374,11 +440,12 @@ struct RegionBackward final : autograd::Node {
     }
 
     Registers registers(region->size);
-    for (size_t i = 0; i < region->kept.size(); ++i) registers[region->kept[i]] = saved[i].unpack(getptr());
+    const auto& [program, places] = region->backward_for(asked);
+    for (auto i : places) registers[region->kept[i]] = saved[i].unpack(getptr());
     // Saved tensors die at their last use, not when the node has run.
     if (!autograd::get_current_graph_task_keep_graph()) release();
     for (size_t i = 0; i < grads.size(); ++i) registers[region->grads[i]] = as_recorded(std::move(grads[i]), i);
-    run(region->backward_for(asked), registers);
+    run(program, registers);
     autograd::variable_list found(asked.size());
     for (size_t i = 0; i < asked.size(); ++i) {
       if (asked[i]) found[i] = registers[region->wanted[i]].toTensor();
@@ -386,9 +453,9 @@ struct RegionBackward final : autograd::Node {
     return found;
   }
 
- private:
   void release() {
     for (auto& t : saved) t.reset_data();
+    for_call.reset();
     inputs = Tensors();
     again = {};
     released = true;
@@ -412,9 +479,7 @@ struct RegionBackward final : autograd::Node {
   Tensor as_recorded(Tensor grad, size_t i) const {
     const auto& strides = region->strides[i];
     if (grad.strides() == strides) return grad;
-    const auto& metadata = input_metadata(i);
-    auto copy = at::empty_strided(C10_AS_INTARRAYREF_SLOW(metadata.shape_as_dim_vector()), strides, metadata.options());
-    return copy.copy_(grad);
+    return at::empty_strided(grad.sizes(), strides, grad.options()).copy_(grad);
   }
 
   // The gradients that are asked for, with a graph if they are `derived`; otherwise some results have no gradient.
@@ -427,15 +492,23 @@ struct RegionBackward final : autograd::Node {
     for (bool needed : asked) needs.push_back(needed);
     auto whole = inputs.copy();
     auto expected = versions;
+    std::vector<Tensor> unpacked(saved.size());  // each once: of a checkpoint a second time would be another recomputation
+    const auto unpack = [&](int64_t i) {
+      if (!unpacked[i].defined()) unpacked[i] = saved[i].unpack(getptr());
+      return unpacked[i];
+    };
     for (size_t i = 0; i < from.size(); ++i) {
       if (from[i] < 0) continue;
-      whole.set(i, saved[from[i]].unpack(getptr()));  // which tests whether it was written
+      whole.set(i, unpack(from[i]));  // which tests whether it was written
       expected[i] = whole.get(i)._version();
     }
     Stack stack{again, whole, expected};
     if (!derived) {
+      static const auto needed_op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::needed", "");
+      Stack question{again, given};
+      needed_op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, question);
       Tensors kept;
-      for (size_t i = 0; i < region->kept.size(); ++i) kept.push_back(saved[i].unpack(getptr()));
+      for (auto i : question[0].toIntVector()) kept.push_back(unpack(i));
       stack.emplace_back(std::move(kept));
     }
     stack.emplace_back(std::move(given));
@@ -450,16 +523,6 @@ struct RegionBackward final : autograd::Node {
     return found;
   }
 };
-
-// Nodes became intrusive_ptr_targets between torch 2.11 and 2.13.
-template <typename Node>
-auto make_node(autograd::edge_list&& edges) {
-  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
-    return c10::make_intrusive<Node>(std::move(edges));
-  } else {
-    return std::shared_ptr<Node>(new Node(std::move(edges)), [](auto* node) { deleteNode(node); });
-  }
-}
 
 // Give the results in the registers a node.
 void set_history(const c10::intrusive_ptr<Region>& region, IValue again, Tensors inputs, Registers& registers) {
@@ -538,7 +601,7 @@ Gradients backward(const c10::intrusive_ptr<Region>& region, const Tensors& grad
   for (size_t i = 0; i < grads.size(); ++i) registers[region->grads[i]] = grads.get(i);
   std::vector<bool> asked(region->wanted.size());
   for (size_t i = 0; i < asked.size(); ++i) asked[i] = region->wanted[i] >= 0;
-  run(region->backward_for(asked), registers);
+  run(region->backward_for(asked).program, registers);
   Gradients found;
   for (size_t i = 0; i < asked.size(); ++i) {
     found.push_back(asked[i] ? std::optional<Tensor>(registers[region->wanted[i]].toTensor()) : std::nullopt);
@@ -582,6 +645,8 @@ TORCH_LIBRARY_FRAGMENT(fastlayers_regions, m) {
       {{"again", object}, {"inputs", tensors}, {"versions", integers}, {"grads", gradients},
        {"needs", c10::ListType::ofBools()}},
       {{"", gradients}}));
+  m.def(c10::FunctionSchema(
+      "fastlayers_regions::needed", "", {{"again", object}, {"grads", gradients}}, {{"", integers}}));
   m.def(c10::FunctionSchema(
       "fastlayers_regions::some", "",
       {{"again", object}, {"inputs", tensors}, {"versions", integers}, {"kept", tensors}, {"grads", gradients},

@@ -178,15 +178,21 @@ class Entry:
     stand_in: nn.Module | None = None
     differentiated: bool = False
     apart: bool = False
-    _partial: dict[frozenset[int], Executor | None] = field(default_factory=dict)
+    _partial: dict[frozenset[int], tuple[Executor, list[int]] | None] = field(default_factory=dict)
 
-    def without(self, missing: frozenset[int]) -> Executor | None:
-        """What runs the backward of the plain code without the gradients of these active results; None if nothing."""
+    def without(self, grads: Sequence[Tensor | None]) -> tuple[Executor, list[int]] | None:
+        """What runs the backward of the plain code without those gradients of active results that are None, and the
+        places of what it needs in what the plain code keeps; None if nothing does."""
+        missing = frozenset(i for i, dy in enumerate(grads) if dy is None)
         if missing not in self._partial:
-            assert self.program is not None
-            names = {self.program.grads[i] for i in missing}
-            program = without_gradients(self.program, names, self.geometry)
-            self._partial[missing] = None if program is None else executor_class()(program, Facts())
+            whole = self.program
+            assert whole is not None
+            program = without_gradients(whole, {whole.grads[i] for i in missing}, self.geometry)
+            if program is None:
+                self._partial[missing] = None
+            else:
+                places = [whole.kept.index(name) for name in program.kept]
+                self._partial[missing] = executor_class()(program, Facts()), places
         return self._partial[missing]
 
 
@@ -202,22 +208,29 @@ class Again(NamedTuple):
     random: list[Tensor] | None
     old: tuple[Tensor, ...]
 
+    def needed(self, grads: Sequence[Tensor | None]) -> list[int]:
+        """The places of what ``some`` needs in what the code keeps. The rest may have been written since."""
+        found = self.entry.without(grads)
+        return [] if found is None or self.entry.code is not self.entry.plain else found[1]
+
     def some(
         self, given: Given, kept: list[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         """The gradients of a region's inputs where some of its results have none."""
         entry = self.entry
-        code = entry.without(frozenset(i for i, dy in enumerate(grads) if dy is None))
-        if code is None:
+        found = entry.without(grads)
+        if found is None:
             return self.differentiate(given, grads, needs)
+        code, places = found
         if entry.code is not entry.plain:
             entry.apart = True
-            kept = self.kept_by_plain(given)
+            every = self.kept_by_plain(given)
+            kept = [every[i] for i in places]
         laid_out = zip(grads, entry.facts.strides, strict=True)
         dys = [dispatch.with_strides(dy, strides) for dy, strides in laid_out if dy is not None]
         with excluding(KEYS):
-            found = code.backward(dys, kept)
-        return [dx if needed else None for dx, needed in zip(found, needs, strict=True)]
+            gradients = code.backward(dys, kept)
+        return [dx if needed else None for dx, needed in zip(gradients, needs, strict=True)]
 
     def kept_by_plain(self, given: Given) -> list[Tensor]:
         """What the code without generated kernels keeps of the call."""

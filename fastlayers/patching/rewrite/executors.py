@@ -65,7 +65,11 @@ class Again(Protocol):
     def some(
         self, given: Given, kept: list[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        """The same where some of the results have no gradient, from what the program ``kept``; without a graph."""
+        """The same where some of the results have no gradient, from what is ``needed`` of what the program kept;
+        without a graph."""
+
+    def needed(self, grads: Sequence[Tensor | None]) -> list[int]:
+        """The places of that."""
 
 
 class Facts(NamedTuple):
@@ -184,12 +188,14 @@ class Node(torch.autograd.Function):
                     "Trying to backward through the graph a second time: the inputs of a patched forward were freed. "
                     "Specify retain_graph=True in the first backward"
                 )
-            ctx.given.remember(ctx.made, ctx.saved_tensors[ctx.kept : ctx.kept + len(ctx.made)])
+            saved = ctx.saved_tensors  # Of a checkpoint a second time would be another recomputation.
+            ctx.given.remember(ctx.made, saved[ctx.kept : ctx.kept + len(ctx.made)])
             needs = ctx.needs_input_grad[4:]
             if derived:
                 found = ctx.again.differentiate(ctx.given, active, needs)
             else:
-                found = ctx.again.some(ctx.given, list(ctx.saved_tensors[: ctx.kept]), active, needs)
+                kept = [saved[i] for i in ctx.again.needed(active)]
+                found = ctx.again.some(ctx.given, kept, active, needs)
             ctx.given.forget(ctx.made)
             if not (torch.is_grad_enabled() or _retains_graph()):
                 ctx.maybe_clear_saved_tensors()
@@ -398,6 +404,11 @@ def differentiate(
     return again.differentiate(given_at(inputs, versions), grads, needs)
 
 
+def needed(again: Again, grads: list[Tensor | None]) -> list[int]:
+    """:meth:`Again.needed` for C++."""
+    return again.needed(grads)
+
+
 def some(
     again: Again,
     inputs: list[Tensor],
@@ -439,6 +450,7 @@ def _load() -> str | None:
         return f"the C++ library does not load: {error}"
     definitions = torch.library.Library("fastlayers_regions", "FRAGMENT")
     definitions.impl("differentiate", differentiate, "CompositeImplicitAutograd")
+    definitions.impl("needed", needed, "CompositeImplicitAutograd")
     definitions.impl("some", some, "CompositeImplicitAutograd")
     definitions.impl("run_kernel", lambda kernel, tensors: kernel(tensors), "CompositeImplicitAutograd")
     _definitions.append(definitions)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fastlayers.patching.rewrite.program import Operation, Program, Value, alive, overwritten, storage
+from fastlayers.patching.rewrite.program import Operation, Program, Value, alive, keeping, overwritten, storage
 
 __all__ = ["Geometry", "geometries", "without_gradients"]
 
@@ -84,7 +84,7 @@ def without_gradients(program: Program, missing: Collection[str], geometry: Mapp
     wanted = tuple(
         None if name is None or not there.get(geometry[name].memory, True) else name for name in program.wanted
     )
-    return replace(
+    without = replace(
         program,
         forward=[],
         results=(),
@@ -92,6 +92,7 @@ def without_gradients(program: Program, missing: Collection[str], geometry: Mapp
         backward=alive(backward, [name for name in wanted if name is not None]),
         wanted=wanted,
     )
+    return keeping(without)
 
 
 def terms_of(operation: Operation, geometry: Mapping[str, Geometry]) -> tuple[str, str] | None:
