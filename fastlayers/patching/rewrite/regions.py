@@ -25,7 +25,6 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
-from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
@@ -106,10 +105,9 @@ FEW = 0.1
 #: Refused calls, without one region that was made, after which a class is not tried any more: a test costs 8 us.
 MAX_REFUSALS = 3
 
-_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-_is_tracing: Callable[[], bool] = torch._C._is_tracing
+#: How many modes of ``__torch_function__`` there are. A default device counts: factories of tensors ask for it.
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 #: Whether an error of a pass is raised, as the tests want it. For a user the call runs without the pass.
@@ -193,14 +191,7 @@ class Region:
         self.errors.clear()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (
-            op_by_op()
-            or dispatch.needs_operations()
-            or _function_modes()
-            or _transforms_active()
-            or forward_ad._current_level >= 0
-            or _is_tracing()
-        ):
+        if op_by_op() or dispatch.needs_operations() or function_modes() or dispatch.must_decompose():
             return self.present.forward(module, *args, **kwargs)
         given: list[Tensor] = []
         pattern = flatten(args, given), flatten(kwargs, given) if kwargs else NONE
