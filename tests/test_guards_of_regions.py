@@ -803,6 +803,13 @@ def test_a_function_of_main_that_is_not_followed():
         torch.testing.assert_close(patched(x), stock(x))
 
 
+def test_a_call_while_hooks_on_saved_tensors_are_disabled():
+    """A recording has hooks of its own."""
+    stock = made("F.gelu(x)")
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks"):
+        patched_as(stock)
+
+
 def test_a_logger_is_no_state_of_a_graph():
     stock = made("F.gelu(x) if logger.isEnabledFor(30) else x")
     state = State(stock, torch.device("cpu"))

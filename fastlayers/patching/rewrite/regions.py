@@ -107,8 +107,8 @@ MAX_REFUSALS = 3
 
 #: How many modes of ``__torch_function__`` there are. A default device counts: factories of tensors ask for it.
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-
 
 #: Whether an error of a pass is raised, as the tests want it. For a user the call runs without the pass.
 RAISE_ERRORS = False
@@ -269,9 +269,9 @@ class Region:
         """Record a call, and return its result."""
         if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return self.present.forward(module, *args, **kwargs)
-        # One thread at a time. To wait for it could be to wait for oneself: it needs the thread of autograd, which a
-        # checkpoint makes run a forward.
-        if not _lock.acquire(blocking=False):
+        # With hooks, and one thread at a time. To wait could be to wait for oneself: a recording needs the thread of
+        # autograd, which a checkpoint makes run a forward.
+        if not (_hooks_enabled() and _lock.acquire(blocking=False)):
             return self.present.forward(module, *args, **kwargs)
         try:
             with no_regions(), saved_tensors_hooks(dispatch.kept_as_is, dispatch.kept_as_is):
