@@ -14,6 +14,7 @@ from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,6 +86,13 @@ helper.factor = 2.0
 
 def doubled(x, scale=2.0, *, shift=1.0):
     return 2 * (x * scale + shift)
+
+
+FACTORS = [2.0]
+
+
+def with_list(x, factors=FACTORS):
+    return x * factors[0]
 
 
 def checked(x):
@@ -228,11 +236,42 @@ CHANGES = {
     "a flag behind a function": (
         "F.gelu(x) * (9.0 if torch.backends.cuda.flash_sdp_enabled() else 1.0)", {}, lambda m: without_flash(),
     ),
+    "a flag of a backend": (
+        "F.gelu(x) * (9.0 if torch.backends.mkldnn.enabled else 1.0)", {},
+        lambda m: torch.backends.mkldnn.flags(enabled=False),
+    ),
+    "a flag of autograd": (
+        "F.gelu(x) * (9.0 if torch.is_anomaly_enabled() else 1.0)", {},
+        lambda m: torch.autograd.set_detect_anomaly(True, check_nan=False),
+    ),
+    "what a call of a layer calls": (
+        "F.gelu(x)", {}, lambda m: patch.object(nn.Linear, "_call_impl", lambda self, x: x * 9, create=True),
+    ),
+    "a layer that was compiled": ("F.gelu(x)", {}, lambda m: vars(m.up).update(_compiled_call_impl=lambda x: x * 9)),
+    "a parameter that its class hides": (
+        "F.gelu(x)", {}, lambda m: patch.object(nn.Linear, "weight", property(lambda self: torch.eye(16)), create=True),
+    ),
+    "how attributes are found": (
+        "F.gelu(x)", {}, lambda m: patch.object(Body, "__getattr__", lambda self, name: F.relu, create=True),
+    ),
+    "an operator of tensors": (
+        "F.gelu(x) * x", {}, lambda m: patch.object(torch.Tensor, "__mul__", lambda x, y: x + 9),
+    ),
+    "a slice": ("F.gelu(x) + x[:, self.first].sum()", {"first": slice(2)}, lambda m: setattr(m, "first", slice(9))),
+    "a truth in a list": (
+        "F.gelu(x) * (9.0 if self.flags[0] is True else 1.0)", {"flags": [1]}, lambda m: m.flags.__setitem__(0, True),
+    ),
+    "the sign of a zero of numpy": (
+        "F.gelu(x) * (9.0 if np.signbit(self.n) else 1.0)", {"n": np.float32(0)}, lambda m: vars(m).update(n=-m.n),
+    ),
     "a child that an attribute hides": ("F.gelu(x)", {}, lambda m: vars(m).update(act=F.relu)),
     "a child that its class hides": (
         "F.gelu(x)", {}, lambda m: patch.object(Body, "act", staticmethod(F.relu), create=True),
     ),
     # Of these there are no regions.
+    "a list that is a default": (
+        "with_list(F.gelu(x))", {}, lambda m: patch.object(sys.modules[__name__], "FACTORS", FACTORS.insert(0, 9.0)),
+    ),
     "truth of an object": (
         "F.gelu(x) * (9.0 if self.thing else 1.0)", {"thing": Thing(2)}, lambda m: setattr(m.thing, "value", 0),
     ),
@@ -245,7 +284,7 @@ CHANGES = {
         lambda m: setattr(m.up.weight, "scaled", True),
     ),
 }  # fmt: skip
-REFUSED = [*CHANGES][-4:]
+REFUSED = [*CHANGES][-5:]
 
 
 @pytest.mark.parametrize("op_by_op", [False, True])
@@ -279,7 +318,7 @@ def test_a_graph_sees_the_change(what):
         changed = change(m)
         with changed if hasattr(changed, "__enter__") else nullcontext():
             seen = not state.holds()
-        assert seen or what in ("an attribute of a parameter", "a flag behind a function")
+        assert seen or what == "an attribute of a parameter" or what.startswith("a flag")
 
 
 def decorated(function):
@@ -762,6 +801,13 @@ def test_a_function_of_main_that_is_not_followed():
     x = torch.randn(4, 16)
     with patch.object(sys.modules[__name__].checked, "__module__", "__main__"), rewritten_everywhere():
         torch.testing.assert_close(patched(x), stock(x))
+
+
+def test_a_call_while_hooks_on_saved_tensors_are_disabled():
+    """A recording has hooks of its own."""
+    stock = made("F.gelu(x)")
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks"):
+        patched_as(stock)
 
 
 def test_a_logger_is_no_state_of_a_graph():

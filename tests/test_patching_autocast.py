@@ -34,6 +34,7 @@ class Given(TorchFunctionMode):
     """The dtype that the first operation which autocast casts for is given."""
 
     dtype = None
+    needs_operations = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in CASTING and self.dtype is None:
@@ -191,6 +192,8 @@ def test_a_block():
 
 class Spy(TorchFunctionMode):
     """The dtypes that F.linear is given for a layer, without a hook, which would be heeded."""
+
+    needs_operations = False
 
     def __init__(self, layer):
         self.weight, self.dtypes = layer.weight, set()

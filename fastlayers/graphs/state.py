@@ -12,6 +12,7 @@ import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from numbers import Number
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fastlayers.ops.dispatch import PLAIN, QuietMode, is_dtensor
 from fastlayers.ops.dtensor import handlers, memory_of
-from fastlayers.patching.capture.lookups import package, parts_of
+from fastlayers.patching.capture.lookups import called_by, package, parts_of
 from fastlayers.patching.rewrite.regions import attentions
 from fastlayers.patching.rewrite.tape import communicates
 from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS, original_class
@@ -68,9 +69,10 @@ class State:
         self.globals: list[tuple[dict[str, Any], str]] = []
         for kind in dict.fromkeys(map(original_class, modules)):
             self.note_forward(kind)
+        self.globals = [*{(id(scope), name): (scope, name) for scope, name in self.globals}.values()]
         self.values = [scope.get(name) for scope, name in self.globals]
         named = [value for value in self.values if isinstance(value, type) and package(value) not in KNOWN]
-        classes = dict.fromkeys(cls for kind in (*kinds, *named) for cls in kind.__mro__[:-1])
+        classes = dict.fromkeys(cls for kind in (*kinds, *named, Tensor) for cls in kind.__mro__[:-1])
         for value in (*self.values, *map(vars, self.functions), *map(list, (vars(cls).values() for cls in named))):
             note_containers(value, found)
         for cls in classes:
@@ -79,12 +81,14 @@ class State:
         #: which ``loss_parallel`` changes.
         self.dicts = [*found.values(), *map(vars, classes), vars(F), *handlers()]
         self.copies = [value.copy() for value in self.dicts]
+        of_modules = {id(vars(each)) for each in modules}  # They have too many integers.
         #: Numbers with an equal one of another type or sign: 0.0 and -0.0, 1.0 and True.
         self.numbers = [
             (value, key, item)
             for value in self.dicts
             for key, item in (value.items() if hasattr(value, "items") else enumerate(value))
-            if type(item) is float and item.is_integer() and not isinstance(value, set)
+            if isinstance(item, Number) and not isinstance(value, set)
+            if (id(value) in found and id(value) not in of_modules if isinstance(item, int) else item.real % 1 == 0)  # type: ignore[attr-defined]
         ]
         self.hooks = [*GLOBAL_HOOKS, *(vars(each)[name] for each in modules for name in HOOKS)]
         self.known_hooks = [*map(dict, self.hooks)]
@@ -113,7 +117,7 @@ class State:
         options: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
         self.guard = TensorGuards(*map(memory_of, self.tensors), **options) if self.tensors else None
         self.flags = GlobalStateGuard()
-        self.attentions = attentions()
+        self.switches = switches()
 
     def note_forward(self, kind: type[nn.Module]) -> None:
         """Add the functions and methods that the forward of a class calls, and the global variables that they read."""
@@ -121,13 +125,18 @@ class State:
         seen = set()  # Of this class: one that inherits a method may have other ones for this to call.
         while pending:
             function = pending.pop()
-            if not isinstance(function, types.FunctionType) or function in seen or package(function) in KNOWN:
+            if not isinstance(function, types.FunctionType) or function in seen:
+                continue
+            if package(function) in KNOWN:
+                named = called_by(function, kind) if package(function) == "torch" else ()
+                self.globals += [(scope, name) for scope, name, _ in named if isinstance(scope, dict)]
                 continue
             seen.add(function)
             self.functions[function] = parts_of(function)
             scope = function.__globals__
             names, attributes = names_of(function.__code__)
             self.globals += [(scope, name) for name in names]
+            self.globals += [(vars(torch), name) for name in attributes if name in vars(torch)]
             pending += [scope.get(name) for name in names]
             pending += [getattr(kind, name, None) for name in attributes]
 
@@ -143,23 +152,32 @@ class State:
     def is_same(self) -> bool:
         """Whether everything still is as it was, though parameters may have moved."""
         try:
-            same = (
-                self.dicts == self.copies
-                and all(value[key] is item or repr(value[key]) == repr(item) for value, key, item in self.numbers)
-                and [scope.get(name) for scope, name in self.globals] == self.values
-                and all(parts_of(function) == parts for function, parts in self.functions.items())
-            )
+            same = self.same_contents() and self.same_numbers() and self.same_globals() and self.same_functions()
         except Exception:  # What cannot be compared is another tensor or array.
             return False
-        return (
-            same
-            and self.hooks == self.known_hooks
-            and (self.guard is None or self.guard.check(*map(memory_of, self.tensors)))
-            and [t.requires_grad for t in self.tensors] == self.trained
-            and [*map(type, self.inner)] == self.kinds
-            and self.flags.check()
-            and attentions() == self.attentions
-        )
+        return same and self.same_hooks() and self.same_tensors() and self.same_modes()
+
+    def same_contents(self) -> bool:
+        return self.dicts == self.copies and [*map(type, self.inner)] == self.kinds
+
+    def same_numbers(self) -> bool:
+        return all(value[key] is item or repr(value[key]) == repr(item) for value, key, item in self.numbers)
+
+    def same_globals(self) -> bool:
+        return [scope.get(name) for scope, name in self.globals] == self.values
+
+    def same_functions(self) -> bool:
+        return all(parts_of(function) == parts for function, parts in self.functions.items())
+
+    def same_hooks(self) -> bool:
+        return self.hooks == self.known_hooks
+
+    def same_tensors(self) -> bool:
+        same = self.guard is None or self.guard.check(*map(memory_of, self.tensors))
+        return same and [t.requires_grad for t in self.tensors] == self.trained
+
+    def same_modes(self) -> bool:
+        return self.flags.check() and switches() == self.switches
 
     def is_in_place(self) -> bool:
         """Whether parameters and buffers are where they were: FSDP2 gathers its own again for a backward."""
@@ -167,6 +185,13 @@ class State:
 
     def present_addresses(self) -> list[int]:
         return [memory_of(t).data_ptr() for t in self.tensors]
+
+
+def switches() -> tuple[Any, ...]:
+    """What chooses kernels, of which a graph keeps the ones that it captured, and is in no guard of torch."""
+    precisions = [torch._C._get_fp32_precision_getter("cuda", name) for name in ("matmul", "conv", "rnn")]
+    cudnn = torch._C._get_cudnn_enabled(), torch._C._get_cudnn_benchmark(), torch._C._get_cudnn_deterministic()
+    return attentions(), precisions, cudnn
 
 
 def is_parallel(hook: Any) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._library.utils import get_layout_constraint_tag
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fastlayers import backends
@@ -36,6 +37,7 @@ CPU_DTYPES = FLOATING - {torch.float64}
 PLAIN = (Tensor, torch.nn.Parameter)
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _top_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 #: ``is_grads_batched`` goes through the older vmap, which those of torch.func do not see.
@@ -389,6 +391,13 @@ def needs_operations() -> bool:
     return bool(_dispatch_modes()) and any(
         getattr(mode, "needs_operations", True) for mode in _get_current_dispatch_mode_stack()
     )
+
+
+def sees_functions() -> bool:
+    """Whether a mode of ``__torch_function__`` has to see the functions of torch that a forward calls: any but torch's
+    default device, unless it says otherwise."""
+    modes = map(torch._C._get_function_stack_at, range(_function_modes()))
+    return any(type(mode) is not DeviceContext and getattr(mode, "needs_operations", True) for mode in modes)
 
 
 def is_watched() -> bool:

@@ -24,10 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastlayers.patching.capture.recording import binder
+
 __all__ = [
     "FUNCTIONS",
     "PARTS",
+    "QUERIES",
     "Bind",
+    "computes_as_known",
     "global_variable",
     "inside_function",
     "inside_layer",
@@ -36,9 +40,10 @@ __all__ = [
     "package",
     "parts_of",
     "same",
-    "same_forward",
+    "same_call",
     "same_inherited",
     "same_method",
+    "same_operator",
     "same_tensor_method",
 ]
 
@@ -51,6 +56,8 @@ FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescript
 PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 #: These of a function. A graph asks for them before each replay.
 parts_of: Callable[[types.FunctionType], tuple[Any, ...]] = operator.attrgetter(*PARTS)
+#: What a call of a module looks up in its class.
+CALLS = ("forward", "__call__", "_call_impl")
 #: Functions of torch that compute nothing.
 QUERIES = frozenset(
     {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic", "handle_torch_function",
@@ -65,7 +72,7 @@ STOCK_CLASSES: dict[type, dict[str, Any]] = {
     for layer in vars(nn).values()
     if isinstance(layer, type) and issubclass(layer, nn.Module)
     for cls in layer.__mro__
-}
+} | {cls: dict(vars(cls)) for cls in Tensor.__mro__[:-1]}
 
 
 def same(expression: str, value: Any, bind: Bind) -> str:
@@ -115,28 +122,44 @@ def same_inherited(parent: Any, name: str, bind: Bind) -> Iterator[str]:
 
 def same_tensor_method(name: str, bind: Bind) -> Iterator[str]:
     """The test that tensors have the same method."""
-    if callable(method := getattr(Tensor, name, None)):
+    if callable(method := method_of(Tensor, name)):
         yield same(member(Tensor, name, bind), method, bind)
 
 
+def same_operator(name: str, bind: Bind) -> Iterator[str]:
+    """The tests that an operator of Python, such as ``mul`` or ``imul``, calls the same methods of tensors."""
+    for prefix in ("", "r", "i"):
+        yield from same_tensor_method(f"__{prefix}{name.strip('_')}__", bind)
+
+
 def not_shadowed(origin: str, kind: type[nn.Module], name: str, bind: Bind) -> Iterator[str]:
-    """The tests that neither a module nor a class of someone else than torch has an attribute called as a child is."""
+    """The tests that a name gives what the module has registered: neither the module nor a class of it has such an
+    attribute, or another way to look attributes up."""
     yield f"{name!r} not in {origin}.__dict__"
     for cls in kind.__mro__[:-1]:
-        if cls not in STOCK_CLASSES:
-            yield f"{name!r} not in {bind(cls, cls.__name__)}.__dict__"
+        yield f"{name!r} not in {bind(cls, cls.__name__)}.__dict__"
+    for lookup in ("__getattribute__", "__getattr__"):
+        yield same(member(kind, lookup, bind), getattr(kind, lookup), bind)
 
 
 def inside_function(function: Any, bind: Bind) -> Iterator[str]:
     """The tests for what a function calls that is known to compute one operation."""
+    if package(function) == "_operator":
+        yield from same_operator(function.__name__, bind)
     if isinstance(function, types.FunctionType) and package(function) != "fastlayers":
         for scope, name, value in called_by(function, None):
-            yield same(global_variable(scope, name, bind), value, bind)
+            yield same_named(scope, name, value, bind)
 
 
-def same_forward(layer: type[nn.Module], bind: Bind) -> str:
-    """The test that a class has the same forward."""
-    return same(member(layer, "forward", bind), method_of(layer, "forward"), bind)
+def same_named(scope: Any, name: str, value: Any, bind: Bind) -> str:
+    """The test that a name stands for the same function in a module, or the same method of tensors."""
+    return same(member(Tensor, name, bind) if scope is Tensor else global_variable(scope, name, bind), value, bind)
+
+
+def same_call(layer: type[nn.Module], bind: Bind) -> Iterator[str]:
+    """The tests that a call of a class runs the same forward."""
+    for name in CALLS:
+        yield same(member(layer, name, bind), method_of(layer, name), bind)
 
 
 def inside_layer(layer: type[nn.Module], origin: str, bind: Bind) -> Iterator[str]:
@@ -147,19 +170,26 @@ def inside_layer(layer: type[nn.Module], origin: str, bind: Bind) -> Iterator[st
         origin: the expression of the layer.
         bind: gives names.
     """
-    yield same_forward(layer, bind)
-    yield same(member(layer, "__call__", bind), method_of(layer, "__call__"), bind)
+    yield from same_call(layer, bind)
     stock = layer in STOCK_CLASSES
     forward = method_of(layer, "forward")
     if not isinstance(forward, types.FunctionType):
         return
     for scope, name, value in called_by(forward, layer):
         if scope is not None:
-            yield same(global_variable(scope, name, bind), value, bind)
+            yield same_named(scope, name, value, bind)
         elif stock:
             yield same(member(layer, name, bind), value, bind)
         else:
             yield from same_method(origin, layer, name, bind)
+
+
+def computes_as_known(layer: type[nn.Module]) -> Callable[[nn.Module], bool]:
+    """The tests of :func:`inside_layer` as a function."""
+    scope: dict[str, Any] = {}
+    tests = " and ".join(inside_layer(layer, "layer", binder(scope)))
+    exec(f"def holds(layer):\n    return {tests}\n", scope)
+    return scope["holds"]  # type: ignore[no-any-return]
 
 
 def method_of(kind: type, name: str) -> Any:
@@ -172,14 +202,17 @@ def method_of(kind: type, name: str) -> Any:
 
 
 def looked_up(scope: Any, name: str, kind: Any) -> Any:
-    """What a name stands for in a scope, or, with None for a scope, in a class."""
-    return method_of(kind, name) if scope is None else STOCK.get(id(scope), scope).get(name)
+    """What a name stands for in a scope, or in a class: in ``kind`` with None for a scope."""
+    if scope is None or scope is Tensor:
+        return method_of(scope or kind, name)
+    return STOCK.get(id(scope), scope).get(name)
 
 
 def called_by(function: types.FunctionType, kind: Any) -> tuple[tuple[Any, str, Any], ...]:
     """The functions that a function looks up, with their names and the scopes that have them.
 
-    Those of ``torch`` and ``torch.nn.functional``, those of the user, and, with None for a scope, methods of ``kind``.
+    Those of ``torch`` and ``torch.nn.functional``, those of the user, and methods: those of ``kind`` with None for a
+    scope, those of tensors with Tensor.
     """
     found = read_code(function, kind)
     if any(looked_up(scope, name, kind) is not value for scope, name, value in found):  # replaced, then or since
@@ -199,7 +232,7 @@ def read_code(function: types.FunctionType, kind: Any) -> tuple[tuple[Any, str, 
             if value is caller:  # for tensor subclasses
                 continue
             public = id(scope) in STOCK and not name.startswith("_") and name not in QUERIES
-            if scope is None or public or scope["__name__"].partition(".")[0] != "torch":
+            if scope is None or scope is Tensor or public or scope["__name__"].partition(".")[0] != "torch":
                 found[id(scope), name] = scope, name, value
             follows = scope is None or package(value) == "torch"
             if isinstance(value, types.FunctionType) and follows and value not in seen:
@@ -209,7 +242,8 @@ def read_code(function: types.FunctionType, kind: Any) -> tuple[tuple[Any, str, 
 
 
 def named_by(function: types.FunctionType, kind: Any) -> Iterator[tuple[Any, str, Any]]:
-    """The functions that the code of one function names: globals, members of modules of torch, methods of ``self``."""
+    """The functions that the code of one function names: globals, members of modules of torch, methods of ``self`` and
+    of tensors."""
     owner: Any = None
     itself = next(iter(inspect.signature(function).parameters), None) if kind is not None else None
     for instruction in dis.get_instructions(function):
@@ -222,11 +256,13 @@ def named_by(function: types.FunctionType, kind: Any) -> Iterator[tuple[Any, str
         elif opname == "LOAD_GLOBAL" or (opname in ("LOAD_ATTR", "LOAD_METHOD") and owner is not None):
             scope = function.__globals__ if opname == "LOAD_GLOBAL" else vars(owner)
             value = looked_up(scope, name, kind)
+        elif opname in ("LOAD_ATTR", "LOAD_METHOD"):  # of what may be a tensor
+            scope, value = Tensor, method_of(Tensor, name)
         else:
             owner = name if opname.startswith("LOAD_FAST") and name == itself else None
             continue
         owner = value if isinstance(value, types.ModuleType) and package(value) == "torch" else None
-        if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        if isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.MethodDescriptorType):
             yield scope, name, value
 
 

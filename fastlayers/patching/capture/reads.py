@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastlayers.patching.capture.lookups import (
     FUNCTIONS,
+    QUERIES,
     global_variable,
     inside_function,
     member,
@@ -41,10 +42,12 @@ from fastlayers.patching.capture.lookups import (
     same,
     same_inherited,
     same_method,
+    same_operator,
     same_tensor_method,
 )
 from fastlayers.patching.capture.syntax import (
     CALL_BACK,
+    OPERATORS,
     TRUSTED,
     Instrument,
     Run,
@@ -73,8 +76,10 @@ REFUSED_FUNCTIONS = frozenset(
     {"manual_seed", "seed", "set_grad_enabled", "set_default_dtype", "compile", "save", "load", "backward", "grad",
      "checkpoint", "register_hook", "retain_grad", "requires_grad_", "set_", "share_memory_", "item", "tolist", "numpy",
      "__dlpack__", "detach_", "resize_", "synchronize", "data_ptr", "storage_offset", "untyped_storage", "is_inference",
-     "is_pinned", "is_shared", "_is_view"}
+     "is_pinned", "is_shared", "_is_view", "is_autocast_cache_enabled"}
 )  # fmt: skip
+#: Those that ask for what a region tests itself.
+KNOWN_FLAGS = QUERIES | {"is_compiling", "is_tracing"}
 #: The code of the functions that context managers of torch return as decorators.
 CONTEXT_DECORATORS = frozenset(
     code
@@ -290,19 +295,20 @@ class Concrete(Instrument):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         self.generic_visit(node)
-        node.left, node.right = hook("operand", node.left), hook("operand", node.right)
+        node.left, node.right = (hook("operand", part, operator_of(node)) for part in (node.left, node.right))
         return node
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
         super().visit_UnaryOp(node)
-        node.operand = node.operand if isinstance(node.op, ast.Not) else hook("operand", node.operand)
+        if not isinstance(node.op, ast.Not):
+            node.operand = hook("operand", node.operand, operator_of(node))
         return node
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         found = super().visit_Compare(node)
         if found is node:
-            node.left = hook("operand", node.left)
-            node.comparators = [hook("operand", part) for part in node.comparators]
+            node.left = hook("operand", node.left, operator_of(node))
+            node.comparators = [hook("operand", part, operator_of(node)) for part in node.comparators]
         return found
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
@@ -322,6 +328,10 @@ class Concrete(Instrument):
             return super().visit_AugAssign(node)
         node.target, node.value = self.visit(node.target), self.visit(node.value)
         return node
+
+
+def operator_of(node: ast.BinOp | ast.UnaryOp | ast.Compare) -> ast.expr:
+    return ast.Constant(type(node.ops[0] if isinstance(node, ast.Compare) else node.op).__name__)
 
 
 class Subscripted:
@@ -401,6 +411,9 @@ class Watch(Run):
         if isinstance(value, FUNCTIONS) and not expression.startswith("self"):
             self.test(same(expression, value, self.bind))
             return value
+        if type(value) in (slice, torch.Generator):  # Operations take them as they are.
+            self.test(same(expression, value, self.bind))
+            return value
         if is_value(value):
             self.reads.values[expression] = value
             if type(value) in (int, float):  # 2 == 2.0, but a product with it has another dtype
@@ -408,9 +421,11 @@ class Watch(Run):
             return value
         if type(value) is list and is_value(tuple(value)):
             self.reads.values[f"tuple({expression})"] = tuple(value)
+            self.reads.values[f"type({expression})"] = list
             return self.lend(expression, value)
         if type(value) in (dict, OrderedDict) and is_value(tuple(value.items())):
             self.reads.values[f"tuple({expression}.items())"] = tuple(value.items())
+            self.reads.values[f"type({expression})"] = type(value)
             return self.lend(expression, value)
         if not isinstance(value, nn.Module) and any(hasattr(type(value), name) for name in NUMERIC):
             raise Refusal(Reason.READS_STATE, f"{expression} is a {type(value).__name__}")
@@ -516,8 +531,7 @@ class Watch(Run):
             return self.read(f"{origin}.{name}", state[name])
         for registry in ("_parameters", "_buffers", "_modules"):
             if name in state[registry]:
-                if registry == "_modules":
-                    self.test(*not_shadowed(origin, original_class(module), name, self.bind))
+                self.test(*not_shadowed(origin, original_class(module), name, self.bind))
                 return self.read(f"{origin}.{registry}[{name!r}]", state[registry][name])
         if isinstance(static, types.FunctionType | staticmethod | classmethod):
             self.test(*same_method(origin, type(module), name, self.bind))
@@ -563,6 +577,8 @@ class Watch(Run):
         if origin is not None and lookup in self.lookups:
             self.test(same(f"type({origin}).__getitem__", lookup, self.bind))
             return Subscripted(lambda key: self.read(f"{origin}[{self.bind(key, 'value')}]", value[key]))
+        if isinstance(value, Tensor):
+            self.test(*same_operator("getitem", self.bind), *same_operator("iter", self.bind))
         collections = Tensor | list | tuple | dict | set | range | Iterator | MappingView | types.MappingProxyType
         if isinstance(value, collections) or is_value(value):
             return value
@@ -625,7 +641,9 @@ class Watch(Run):
             raise Refusal(Reason.READS_STATE, f"tests {self.origin(value)}, a {type(value).__name__}")
         return value
 
-    def hook_operand(self, value: Any) -> Any:
+    def hook_operand(self, value: Any, op: str = "") -> Any:
+        if isinstance(value, Tensor) and op in OPERATORS:
+            self.test(*same_operator(OPERATORS[op], self.bind))
         origin = self.origin(value)
         if origin is None or isinstance(value, nn.Module):
             return value
@@ -634,7 +652,7 @@ class Watch(Run):
         raise Refusal(Reason.READS_STATE, f"computes with {origin}, a {type(value).__name__}")
 
     def hook_inplace(self, op: str, target: Any, value: Any) -> Any:
-        return super().hook_inplace(op, self.hook_operand(target), self.hook_operand(value))
+        return super().hook_inplace(op, self.hook_operand(target, op), self.hook_operand(value, op))
 
     def hook_context(self, value: Any) -> Any:
         """A context manager of a with statement, which replays do not enter: what it does is in what torch computes."""
@@ -771,7 +789,8 @@ class Watch(Run):
             raise Refusal(Reason.UNKNOWN_CALL, "calls itself")
         self.kind(module, origin)
         called: Any = type(module).__call__
-        self.test(same(member(type(module), "__call__", self.bind), called, self.bind))
+        for name in ("__call__", "_call_impl"):
+            self.test(same(member(type(module), name, self.bind), getattr(type(module), name), self.bind))
         if called is not nn.Module.__call__ and not inherited:
             if not isinstance(called, types.FunctionType):
                 raise Refusal(Reason.UNKNOWN_CALL, f"{type(module).__name__}.__call__")
@@ -820,13 +839,24 @@ class Watch(Run):
                 return function(*args)
             if function.__name__ in REFUSED_FUNCTIONS or any(isinstance(arg, nn.Module) for arg in args):
                 raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
-            if function.__module__.startswith("torch.backends"):  # a flag that no guard of torch compares
-                if args or kwargs:
-                    raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
-                return self.read(f"{self.bind(function, function.__name__)}()", function())
+            if function.__module__.startswith("torch.backends") and (args or kwargs):
+                raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
+            if self.asks_for_flag(function, args, kwargs):
+                return self.flag(function, args)
             self.test(*inside_function(function, self.bind))
             return function(*map(self.items, args), **{key: self.items(value) for key, value in kwargs.items()})
         return self.follow(function, args, kwargs)
+
+    def asks_for_flag(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call asks torch for a flag that no guard of torch compares."""
+        name, of_backend = function.__name__, (function.__module__ or "").startswith("torch.backends")
+        if kwargs or name in KNOWN_FLAGS or not all(type(arg) is str for arg in args):
+            return False
+        asks = name.lstrip("_").startswith(("is_", "get_", "are_")) or name.endswith("_enabled")
+        return of_backend or (asks and not self.late)
+
+    def flag(self, function: Any, args: tuple[str, ...]) -> Any:
+        return self.read(f"{self.bind(function, function.__name__)}({', '.join(map(repr, args))})", function(*args))
 
     def default(self, value: Any, what: str) -> Any:
         if not is_value(value) and value:
@@ -884,6 +914,8 @@ class Watch(Run):
         module = getattr(function, "__module__", None) or getattr(owner, "__name__", None) or ""
         known = module.split(".")[0] in TRUSTED or getattr(torch, name, None) is function
         if isinstance(function, types.BuiltinFunctionType) and known:
+            if self.asks_for_flag(function, args, kwargs):
+                return self.flag(function, args)
             return function(*args, **kwargs)
         if from_numpy(function) and all(map(are_values, (*args, *kwargs.values()))):
             if (origin := self.origin(function)) is not None:

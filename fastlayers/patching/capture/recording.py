@@ -8,6 +8,7 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
 import torch
@@ -15,7 +16,18 @@ from torch import fx
 
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["Name", "Recording", "add_names", "bind", "binder", "equality", "has_literal", "module_expression"]
+__all__ = [
+    "Name",
+    "Recording",
+    "add_names",
+    "bind",
+    "binder",
+    "equality",
+    "exactly",
+    "has_literal",
+    "has_number",
+    "module_expression",
+]
 
 
 @dataclass
@@ -80,7 +92,31 @@ def equality(expression: str, value: Any, bind: Callable[[object, str], str]) ->
     literal = repr(value) if has_literal(value) else bind(copy.deepcopy(value), "constant")
     kind = type(value)
     name = kind.__name__ if getattr(builtins, kind.__name__, None) is kind else bind(kind, kind.__name__)
-    return f"type({expression}) is {name} and {expression} == {literal}"
+    test = f"type({expression}) is {name} and {expression} == {literal}"
+    if kind is float:
+        sign = math.copysign(1.0, value)
+        return test if value else f"{test} and {bind(math.copysign, 'copysign')}(1.0, {expression}) == {sign}"
+    if not has_number(value, integers=isinstance(value, list | dict)):  # A convolution has three tuples of integers.
+        return test
+    return f"{test} and {bind(exactly, 'exactly')}({expression}) == {exactly(value)!r}"
+
+
+def has_number(value: Any, integers: bool) -> bool:
+    """Whether a value has a number in it, of integers if these count."""
+    if isinstance(value, dict):
+        return any(has_number(item, integers) for item in value.values())
+    if isinstance(value, tuple | list | frozenset):
+        return any(has_number(item, integers) for item in value)
+    return isinstance(value, Number) and (integers or not isinstance(value, int))
+
+
+def exactly(value: Any) -> Any:
+    """What differs between values that are equal: -0.0 and 0.0, or True and 1."""
+    if isinstance(value, dict):
+        return tuple(map(exactly, value.items()))
+    if isinstance(value, tuple | list | frozenset):
+        return tuple(map(exactly, value))
+    return repr(value) if isinstance(value, Number) else None
 
 
 def has_literal(value: Any) -> bool:

@@ -185,6 +185,14 @@ INPLACE: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
+#: What the methods of the other operators are called, by the names that :mod:`ast` gives these.
+OPERATORS: dict[str, str] = {
+    **{name: function.__name__.removeprefix("i") for name, function in INPLACE.items()},
+    **{"Eq": "eq", "NotEq": "ne", "Lt": "lt", "LtE": "le", "Gt": "gt", "GtE": "ge"},
+    **{"USub": "neg", "UAdd": "pos", "Invert": "invert"},
+}
+
+
 #: Packages whose functions are called as they are: what they do follows from their arguments and torch's global state.
 TRUSTED = frozenset({"torch", "fastlayers", "einops", "math", "_operator"})
 #: Built-in functions that call their first argument.

@@ -39,8 +39,9 @@ from fastlayers.patching.capture.lookups import (
     global_variable,
     member,
     not_shadowed,
+    package,
     same,
-    same_forward,
+    same_call,
     same_inherited,
     same_method,
 )
@@ -49,6 +50,7 @@ from fastlayers.patching.capture.syntax import (
     CALL_BACK,
     INPLACE,
     Run,
+    containers_in,
     present_statement,
     require_a_name,
     statement_at_fault,
@@ -293,8 +295,8 @@ class Trace(Run):
             return inherited
         if isinstance(owner, types.ModuleType):
             value = getattr(owner, name)
-            package = owner.__name__.partition(".")[0]
-            fixed = package in ("torch", "math") and (isinstance(value, types.ModuleType | type) or is_primitive(value))
+            fixed = isinstance(value, types.ModuleType | type) and package(owner) in ("torch", "math")
+            fixed |= owner in (torch, math) and is_primitive(value)  # Those of torch.backends are switches.
             return self.constant(value, None if fixed else member(owner, name, self.bind), f"{owner.__name__}.{name}")
         if isinstance(owner, type):
             return self.class_attribute(owner, name)
@@ -455,7 +457,7 @@ class Trace(Run):
         if isinstance(function, Proxy):
             return function(*args, **kwargs)
         if self.is_made(function):
-            self.test(same_forward(type(function), self.bind))
+            self.test(*same_call(type(function), self.bind))
             return self.follow(type(function).forward, (function, *args), kwargs)
         if isinstance(function, nn.Module):
             if function is self.root or isinstance(function, torch.jit.ScriptModule):
@@ -514,7 +516,10 @@ class Trace(Run):
             return self.record("call_function", function, args, kwargs)
 
     def default(self, value: Any, what: str) -> Any:
-        return value if isinstance(value, tuple | dict) and not value else self.constant(value, None, what)
+        if isinstance(value, tuple | dict) and not value:
+            return value
+        lists = any(True for _ in containers_in(value))  # which may be changed in place
+        return self.constant(value, self.bind(value, "default") if lists else None, what)
 
     def builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__qualname__", repr(function))

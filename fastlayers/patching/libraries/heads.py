@@ -17,10 +17,14 @@ from torch import Tensor, nn
 
 from fastlayers.ops.dispatch import is_plain
 from fastlayers.ops.head import autocast_dtype
-from fastlayers.patching.runtime.checks import no_hooks, original_class, plain, untouched
+from fastlayers.patching.capture.lookups import computes_as_known
+from fastlayers.patching.runtime.checks import calls_are_torchs, no_hooks, original_class, plain, untouched
 from fastlayers.patching.runtime.lazy import Head
 
-__all__ = ["Found", "find", "is_known"]
+__all__ = ["Found", "find", "is_known", "is_torchs_linear"]
+
+#: Whether nobody has replaced what torch's linear layer computes by.
+is_torchs_linear = computes_as_known(nn.Linear)
 
 
 class Found(NamedTuple):
@@ -45,7 +49,7 @@ def find(layer: nn.Module, hidden: Tensor) -> Found | None:
     reader = READERS.get(name_of(layer))
     if reader is None or not plain(layer, original_class(layer)) or not no_hooks(layer):
         return None
-    if not has_own_forward(original_class(layer)):
+    if not (has_own_forward(original_class(layer)) and calls_are_torchs(original_class(layer))):
         return None
     return reader(layer, hidden)
 
@@ -67,6 +71,8 @@ def name_of(layer: nn.Module) -> str:
 
 def linear(layer: Any, hidden: Tensor) -> Found | None:
     weight, bias = layer.weight, layer.bias
+    if not is_torchs_linear(layer):
+        return None
     if not is_plain(weight) or weight.device != hidden.device:  # DTensors, quantised weights
         return None
     if weight.dtype is not hidden.dtype and autocast_dtype(hidden) is None:
@@ -116,6 +122,8 @@ def lora(layer: Any, hidden: Tensor) -> Found | None:
             continue
         a, b = layer.lora_A[name], layer.lora_B[name]
         if name in variants or not untouched((a, nn.Linear), (b, nn.Linear)) or b.bias is not None:
+            return None
+        if not is_torchs_linear(b):
             return None
         if not is_plain(b.weight) or b.weight.device != hidden.device:
             return None

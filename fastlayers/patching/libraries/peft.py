@@ -18,7 +18,8 @@ from fastlayers.ops import reference
 from fastlayers.ops.dispatch import is_plain, needs_operations
 from fastlayers.ops.low_rank import add_low_rank
 from fastlayers.patching.libraries.adapters import Adapter
-from fastlayers.patching.runtime.checks import original_class, untouched
+from fastlayers.patching.libraries.heads import is_torchs_linear
+from fastlayers.patching.runtime.checks import must_be_stock, original_class, untouched
 
 __all__ = ["PeftAdapter"]
 
@@ -66,6 +67,7 @@ def active(layer: Any, x: Any) -> tuple[tuple[Tensor, Tensor, float, float], ...
         or x.dtype not in reference.LOW_PRECISION
         or not backends.generates_kernels(x.device)
         or needs_operations()
+        or must_be_stock()
         or layer.disable_adapters
         or layer.merged
     ):
@@ -81,7 +83,7 @@ def active(layer: Any, x: Any) -> tuple[tuple[Tensor, Tensor, float, float], ...
             or not untouched((a, nn.Linear), (b, nn.Linear), (dropout, type(dropout)))
         ):
             return ()
-        if a.bias is not None or b.bias is not None:
+        if a.bias is not None or b.bias is not None or not is_torchs_linear(a):
             return ()
         drops = type(dropout) is nn.Dropout and dropout.training
         found.append((a.weight, b.weight, layer.scaling[name], dropout.p if drops else 0.0))

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-import torch
 from torch import nn
 
 from fastlayers.patching.capture.lookups import inside_layer
@@ -27,7 +26,7 @@ from fastlayers.patching.libraries.adapters import adapters
 from fastlayers.patching.reasons import PatchError, Reason, Refusal
 from fastlayers.patching.rules import idle_test
 from fastlayers.patching.rules.base import ModuleRule
-from fastlayers.patching.runtime.checks import original_class
+from fastlayers.patching.runtime.checks import must_be_stock, original_class
 
 __all__ = [
     "Generated",
@@ -220,15 +219,16 @@ def swap_class(rule: ModuleRule) -> type[nn.Module]:
 @functools.lru_cache(maxsize=128)
 def swapped_forward(kind: Any, layer: Any, idle: Callable[[object], bool] | None) -> Any:
     """The forward of a fused class, but that of the layer if it is replaced, or something that it calls, for calls that
-    are ``idle``, in a trace, and for a layer that is not patched any more, if a wrapper still calls this."""
+    are ``idle``, in a trace or a mode, and for a layer that is not patched any more, if a wrapper still calls this."""
     fused = kind.forward
     bound: dict[str, Any] = {}
     bind = binder(bound)
-    tests = [f"not {bind(torch.jit.is_tracing, 'is_tracing')}()", f"isinstance(self, {bind(kind, kind.__name__)})"]
-    unchanged = " and ".join([*tests, *inside_layer(layer, "self", bind)])
+    tests = [f"not {bind(must_be_stock, 'must_be_stock')}()"]  # First: a mode would see the others look at the input.
     if idle is not None:
         first = list(inspect.signature(fused).parameters)[1]
-        unchanged = f"not {bind(idle, idle.__name__)}({first}) and {unchanged}"
+        tests.append(f"not {bind(idle, idle.__name__)}({first})")
+    tests.append(f"isinstance(self, {bind(kind, kind.__name__)})")
+    unchanged = " and ".join([*tests, *inside_layer(layer, "self", bind)])
     stock = f"{bind(layer, layer.__name__)}.forward"
     try:
         tree = parse(fused)

@@ -27,7 +27,7 @@ from fastlayers.patching.rewrite.safety import scale_guards
 from fastlayers.patching.rules import graph_rules, idle_test
 from fastlayers.patching.rules.base import GraphRule
 from fastlayers.patching.runtime import calls
-from fastlayers.patching.runtime.checks import original_class
+from fastlayers.patching.runtime.checks import must_be_stock, original_class
 
 __all__ = ["fuse"]
 
@@ -138,13 +138,13 @@ def fuse_model(original: type[nn.Module], model: RewrittenModel, known: dict[Any
 
 
 def unless_replaced(forward: Any, original: type[nn.Module]) -> Any:
-    """A forward, but that of the original class if it is replaced."""
+    """A forward, but that of the original class if it is replaced, in a trace or a mode."""
     stock: Any = original.forward
 
     @functools.wraps(forward)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         present: Any = original.forward
-        return (forward if present is stock else present)(*args, **kwargs)
+        return (forward if present is stock and not must_be_stock() else present)(*args, **kwargs)
 
     return wrapper
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from fastlayers.patching.capture.lookups import member, same
@@ -25,7 +24,7 @@ from fastlayers.patching.capture.recording import Name, Recording, add_names, bi
 from fastlayers.patching.libraries.adapters import decorated, takes_former_names
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import seal
-from fastlayers.patching.runtime.checks import check_defaults
+from fastlayers.patching.runtime.checks import check_defaults, must_be_stock
 
 __all__ = [
     "CHILD",
@@ -210,8 +209,8 @@ def class_source(
     lines += [f"        {line}" for line in left_behind_source(handed)]
     depth = 8
     first = first_parameter(present.forward)
-    namespace["_fastlayers_is_tracing"] = torch.jit.is_tracing  # What is exported is the original forward.
-    steps_aside = "_fastlayers_is_tracing()"
+    namespace["_fastlayers_must_be_stock"] = must_be_stock
+    steps_aside = "_fastlayers_must_be_stock()"
     if idle is not None and first is not None:
         namespace[f"_fastlayers_{idle.__name__}"] = idle
         steps_aside = f"({steps_aside} or _fastlayers_{idle.__name__}({first}))"

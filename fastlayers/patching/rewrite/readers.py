@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastlayers.patching.capture.reads import Reads
+from fastlayers.patching.capture.recording import exactly, has_number
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.generate import CHILD
-from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS, calls_are_torchs
+from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS, OWN_CALLS, calls_are_torchs
 from fastlayers.patching.runtime.folded_layers import folded_layer, folded_tensors, may_fold, sources
 
 __all__ = ["Reader"]
@@ -41,25 +43,25 @@ class Reader:
         lines = ["def read(self):"]
         lines += [f"    {names[origin]} = {short[origin]}" for origin in names]
         tests = ["not calls_are_torchs()", *(f"global_hooks[{i}]" for i in range(len(GLOBAL_HOOKS)))]
+        hiding: dict[str, list[str]] = {}  # what must be in no such module is asked for at once: each look takes 30 ns
+        for match in map(HIDES.fullmatch, reads.tests):
+            if match is not None and match[2] in reads.called:
+                hiding.setdefault(match[2], []).append(match[1])
+        others = [test for test in reads.tests if (m := HIDES.fullmatch(test)) is None or m[2] not in hiding]
         for origin in reads.called:
             tests += [f"{shortened(origin, names)}.{hook}" for hook in HOOKS]
-            tests.append(f"'forward' in {shortened(origin, names)}.__dict__")
+            tests += own_calls(shortened(origin, names), hiding.get(origin, ()))
         lines.append(f"    if {' or '.join(tests)}:")
         lines.append("        return None")
-        also = [f"{other} is {expression}" for expression, *others in held.values() for other in others]
-        if reads.tests or also:
-            lines.append(f"    if not ({' and '.join(shortened(test, names) for test in (*reads.tests, *also))}):")
+        also = repeated(held.values())
+        if others or also:
+            lines.append(f"    if not ({' and '.join(shortened(test, names) for test in (*others, *also))}):")
             lines.append("        raise KeyError")
         if pairs:
             layers = ", ".join(shortened(called[layer], names) for pair in pairs for layer in pair)
             lines += [f"    folded = folded_tensors({layers})", "    if folded is None:", "        raise KeyError"]
-        # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but a forward may tell them apart.
-        typed = {test.partition(" is ")[0] for test in reads.tests}
-        types = [f"type({e})" for e, value in reads.values.items() if type(value) in NUMBERS and is_assigned(e)]
-        types = [each for each in types if each not in typed]
-        zeros = [f"copysign(1.0, {e})" for e, value in reads.values.items() if type(value) is float and value == 0]
-        self._expressions = [*reads.values, *types, *zeros]
-        self._floats = [i for i, v in enumerate(reads.values.values()) if type(v) is not float and has_float(v)]
+        self._expressions = [*values_of(reads), *types_of(reads), *zeros_of(reads)]
+        self._floats = floats_of(reads)
         values = "".join(f"\n        {shortened(expression, names)}," for expression in self._expressions)
         tensors = "".join(f"\n        {shortened(e, names)}," for e in (*used, *(["*folded"] if pairs else [])))
         lines.append(f"    return ({values}\n    ), ({tensors}\n    )")
@@ -126,24 +128,49 @@ class Reader:
                 owner[name] = t
 
 
-#: Types of numbers that are equal to ones of another type.
-NUMBERS = frozenset({bool, int, float})
+#: A test that a module has no such attribute of its own.
+HIDES = re.compile(r"'(\w+)' not in (self.*)\.__dict__")
+#: What :func:`types_of` and :func:`zeros_of` tell apart in less time.
+NUMBERS = (bool, int, float)
+
+
+def own_calls(expression: str, hidden: Iterable[str]) -> list[str]:
+    """The tests, of which one is true if a module has a call of its own, or an attribute that hides a parameter."""
+    first, *others = (*OWN_CALLS, *hidden)
+    return [f"{first!r} in (own := {expression}.__dict__)", *(f"{name!r} in own" for name in others)]
+
+
+def repeated(held: Iterable[list[str]]) -> list[str]:
+    """The tests that the expressions of a tensor still give one tensor."""
+    return [f"{other} is {expression}" for expression, *others in held for other in others]
+
+
+def values_of(reads: Reads) -> list[str]:
+    return list(reads.values)
+
+
+# 1, 1.0 and True are equal, and so are 0.0 and -0.0, but a forward may tell them apart.
+
+
+def types_of(reads: Reads) -> list[str]:
+    typed = {test.partition(" is ")[0] for test in reads.tests}
+    types = [f"type({e})" for e, value in reads.values.items() if isinstance(value, Number) and is_assigned(e)]
+    return [each for each in types if each not in typed]
+
+
+def zeros_of(reads: Reads) -> list[str]:
+    return [f"copysign(1.0, {e})" for e, value in reads.values.items() if type(value) is float and value == 0]
+
+
+def floats_of(reads: Reads) -> list[int]:
+    """The numbers of the values that :func:`exactly` has to compare."""
+    values = enumerate(reads.values.items())  # tuple(...) of a list or a dict
+    return [i for i, (e, v) in values if type(v) not in NUMBERS and has_number(v, integers=e.startswith("tuple("))]
 
 
 def is_assigned(expression: str) -> bool:
     """Whether an expression names something that Python code assigns. ``Module.train`` tests what it is given."""
     return not expression.endswith(".training") and "(" not in expression and " is " not in expression
-
-
-def has_float(value: Any) -> bool:
-    return type(value) is float or (isinstance(value, tuple | frozenset) and any(map(has_float, value)))
-
-
-def exactly(value: Any) -> Any:
-    """A value that differs from others to which it is equal: -0.0 from 0.0, and True from 1."""
-    if type(value) in NUMBERS:
-        return str(value)
-    return tuple(map(exactly, value)) if isinstance(value, tuple) else value
 
 
 def changed(what: str) -> RuntimeError:

@@ -26,7 +26,6 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
-from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
@@ -108,11 +107,10 @@ FEW = 0.1
 #: Refused calls, without one region that was made, after which a class is not tried any more: a test costs 8 us.
 MAX_REFUSALS = 3
 
-_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-_is_tracing: Callable[[], bool] = torch._C._is_tracing
+#: How many modes of ``__torch_function__`` there are. A default device counts: factories of tensors ask for it.
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
 
 #: Whether an error of a pass is raised, as the tests want it. For a user the call runs without the pass.
 RAISE_ERRORS = False
@@ -195,14 +193,7 @@ class Region:
         self.errors.clear()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (
-            op_by_op()
-            or dispatch.needs_operations()
-            or _function_modes()
-            or _transforms_active()
-            or forward_ad._current_level >= 0
-            or _is_tracing()
-        ):
+        if op_by_op() or dispatch.needs_operations() or function_modes() or dispatch.must_decompose():
             return self.present.forward(module, *args, **kwargs)
         given: list[Tensor] = []
         pattern = flatten(args, given), flatten(kwargs, given) if kwargs else NONE
@@ -280,9 +271,9 @@ class Region:
         """Record a call, and return its result."""
         if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return self.present.forward(module, *args, **kwargs)
-        # One thread at a time. To wait for it could be to wait for oneself: it needs the thread of autograd, which a
-        # checkpoint makes run a forward.
-        if not _lock.acquire(blocking=False):
+        # With hooks, and one thread at a time. To wait could be to wait for oneself: a recording needs the thread of
+        # autograd, which a checkpoint makes run a forward.
+        if not (_hooks_enabled() and _lock.acquire(blocking=False)):
             return self.present.forward(module, *args, **kwargs)
         try:
             with no_regions(), saved_tensors_hooks(dispatch.kept_as_is, dispatch.kept_as_is):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from fastlayers.patching.capture.lookups import inside_function, inside_layer, same_forward, same_tensor_method
+from fastlayers.patching.capture.lookups import inside_function, inside_layer, same_call, same_tensor_method
 from fastlayers.patching.capture.recording import Recording, add_names, bind, binder, equality, module_expression
 from fastlayers.patching.ir.fingerprints import Fingerprint
 from fastlayers.patching.ir.operations import Leading, Op
@@ -182,7 +182,7 @@ def layer_guards(path: str, layer: type[nn.Module], recording: Recording, inner:
     for node in inner.graph.nodes:
         guards += call_guards(node, recording)
     add_names(recording.namespace, inner.namespace)
-    return [*guards, same_forward(layer, binder(recording.namespace)), *inner.guards]
+    return [*guards, *same_call(layer, binder(recording.namespace)), *inner.guards]
 
 
 def child_guards(view: View, op: Op, recording: Recording) -> list[str]:

@@ -26,7 +26,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from fastlayers.patching.capture.rebuild import arguments_source, execute_shown, rebuild, refuse_private_names
@@ -39,7 +38,7 @@ from fastlayers.patching.rewrite.classes import check_subclassing, seal
 from fastlayers.patching.rewrite.engine import Fused, apply_rules
 from fastlayers.patching.rewrite.generate import GUARD_BUILTINS, body_source, first_parameter, guards_source
 from fastlayers.patching.rules import graph_rules, idle_test
-from fastlayers.patching.runtime.checks import check_defaults, original_class
+from fastlayers.patching.runtime.checks import check_defaults, must_be_stock, original_class
 
 __all__ = ["fuse_segments"]
 
@@ -48,7 +47,7 @@ RESULT = "_fastlayers_result"
 #: The variables for the original class, for the forward that it had, and for what compares that with another one.
 ORIGINAL, STOCK, CHECK = "_fastlayers_original", "_fastlayers_stock", "_fastlayers_check_defaults"
 #: The variable for the test whether no kernel runs.
-IDLE, TRACES = "_fastlayers_idle", "_fastlayers_is_tracing"
+IDLE, STEPS_ASIDE = "_fastlayers_idle", "_fastlayers_must_be_stock"
 #: The variable for one side of a sum.
 PART = "_fastlayers_part"
 #: What a statement that is recorded must not have in it.
@@ -131,8 +130,8 @@ def fuse_segments(
 
 
 def defer_to_stock(rewritten: Rewritten, forward: types.FunctionType, original: type[nn.Module]) -> None:
-    """Let a rewritten forward begin with a call of the forward of the original class: if that is replaced, in a trace,
-    and where the rewritten one gains nothing."""
+    """Let a rewritten forward begin with a call of the forward of the original class: if that is replaced, in a trace
+    or a mode, and where the rewritten one gains nothing."""
     arguments = ", ".join(arguments_source(inspect.signature(forward).parameters.values()))
     idle = idle_test(rewritten.rules)
     first = first_parameter(forward) if idle is not None else None
@@ -140,13 +139,13 @@ def defer_to_stock(rewritten: Rewritten, forward: types.FunctionType, original: 
     source = (
         f"if not hasattr({itself}, '__fastlayers_original__'):\n"  # Unpatched, and a wrapper calls this.
         f"    return {ORIGINAL}.forward({arguments})\n"
-        f"if {TRACES}() or {ORIGINAL}.forward is not {STOCK}{f' or {IDLE}({first})' if first else ''}:\n"
+        f"if {STEPS_ASIDE}() or {ORIGINAL}.forward is not {STOCK}{f' or {IDLE}({first})' if first else ''}:\n"
         f"    {CHECK}({STOCK}, {ORIGINAL}.forward)\n"
         f"    return {ORIGINAL}.forward({arguments})"
     )
     rewritten.tree.body[:0] = ast.parse(source).body
     rewritten.bound |= {ORIGINAL: original, STOCK: original.forward, CHECK: check_defaults, IDLE: idle}
-    rewritten.bound[TRACES] = torch.jit.is_tracing
+    rewritten.bound[STEPS_ASIDE] = must_be_stock
 
 
 def rebuildable(function: Any) -> bool:

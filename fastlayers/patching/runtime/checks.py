@@ -17,12 +17,13 @@ from torch.nn.modules.module import (
 )
 
 from fastlayers import backends
-from fastlayers.ops.dispatch import PLAIN, is_plain
+from fastlayers.ops.dispatch import PLAIN, is_plain, sees_functions
 from fastlayers.patching.reasons import PatchError
 
 __all__ = [
     "GLOBAL_HOOKS",
     "HOOKS",
+    "OWN_CALLS",
     "Casts",
     "calls_are_torchs",
     "cast_dtype",
@@ -31,6 +32,7 @@ __all__ = [
     "hooked",
     "is_plain_layer",
     "is_sequential",
+    "must_be_stock",
     "no_hooks",
     "original_class",
     "plain",
@@ -46,6 +48,8 @@ __all__ = [
 #: The hooks on all modules, and the attributes with those of one module.
 GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Attributes of a module that a call runs in place of what its class has. ``Module.compile`` sets the last one.
+OWN_CALLS = ("forward", "_call_impl", "_compiled_call_impl")
 #: Elements that a kernel reads and writes in some 2 us, while the host takes 20 us to call it.
 LITTLE = 2**18
 #: Elements that a CPU reads and writes in the few us that a call costs.
@@ -56,6 +60,12 @@ _call: Any = nn.Module.__call__
 _call_impl: Any = nn.Module._call_impl
 
 _rewritten_everywhere = False
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+def must_be_stock() -> bool:
+    """Whether somebody looks at the functions of torch that a forward calls: a trace, which exports them, or a mode."""
+    return torch.jit.is_tracing() or (bool(_function_modes()) and sees_functions())
 
 
 def without_kernels(x: object) -> bool:
@@ -116,9 +126,8 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "__dict__", {}).get("__fastlayers_original__", type(module))  # type: ignore[no-any-return]
 
 
-def calls_are_torchs() -> bool:
-    """Whether nobody has replaced what a call of a module runs."""
-    kind: Any = nn.Module
+def calls_are_torchs(kind: Any = nn.Module) -> bool:
+    """Whether nobody has replaced what a call of such a module runs."""
     return kind.__call__ is _call and kind._call_impl is _call_impl
 
 
@@ -141,7 +150,8 @@ def plain(module: nn.Module, layer: type[nn.Module]) -> bool:
         getattr(kind, "__fastlayers_original__", kind) is not layer or kind.forward is not kind.__fastlayers_forward__
     ):
         return False
-    return "forward" not in module.__dict__
+    own = module.__dict__
+    return not ("forward" in own or "_call_impl" in own or "_compiled_call_impl" in own)
 
 
 def untouched(*pairs: tuple[nn.Module, type[nn.Module]]) -> bool:
@@ -163,6 +173,8 @@ def untouched(*pairs: tuple[nn.Module, type[nn.Module]]) -> bool:
             return False
         if (
             "forward" in own
+            or "_call_impl" in own
+            or "_compiled_call_impl" in own
             or own["_forward_hooks"]
             or own["_forward_pre_hooks"]
             or own["_backward_hooks"]
