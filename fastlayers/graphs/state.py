@@ -128,16 +128,13 @@ class State:
     def holds(self) -> bool:
         """Whether everything still is as it was."""
         try:
-            same = (
-                self.dicts == self.copies
-                and all(value[key] is item or repr(value[key]) == repr(item) for value, key, item in self.numbers)
-                and [scope.get(name) for scope, name in self.globals] == self.values
-                and all(parts_of(function) == parts for function, parts in self.functions.items())
-            )
-        except Exception:  # What cannot be compared is another tensor or array.
+            same = self.dicts == self.copies and [scope.get(name) for scope, name in self.globals] == self.values
+        except Exception:  # of a user's __eq__: what cannot be compared is another tensor, array or object
             return False
         return (
             same
+            and all(value[key] is item or repr(value[key]) == repr(item) for value, key, item in self.numbers)
+            and all(parts_of(function) == parts for function, parts in self.functions.items())
             and self.hooks == self.known_hooks
             and self.is_in_place()
             and (self.guard is None or self.guard.check(*map(memory_of, self.tensors)))
