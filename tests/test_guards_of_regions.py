@@ -885,3 +885,37 @@ def test_an_error_of_a_forward_is_a_refusal():
         with pytest.raises(AttributeError, match="dim"):
             model(None)
     model(torch.randn(4, 8))
+
+
+class Mapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        y = self.norm(x).detach().clone()
+        return y.apply_(abs).tanh() * y.map_(y.clone(), max) + y.map2_(y.clone(), y.clone(), max).sigmoid()
+
+
+class Picking(Mapping):
+    def forward(self, x):
+        return self.norm(x)[x[:, 0].long()].tanh() * 2 + 1
+
+
+def test_methods_that_need_memory_are_not_called_on_fake_tensors():
+    stock, x = Mapping(), torch.randn(4, 8)
+    model = fastlayers.patch_model(copy.deepcopy(stock))
+    for _ in range(3):
+        assert torch.equal(model(x), stock(x))
+
+
+def test_values_that_a_forward_refuses_and_other_layouts_are_refusals():
+    stock = Picking()
+    model = fastlayers.patch_model(copy.deepcopy(stock))
+    for _ in range(3):
+        with pytest.raises(IndexError, match="out of bounds"):
+            model(torch.full((4, 8), 9.0))
+    model, x = fastlayers.patch_model(copy.deepcopy(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))), None
+    for _ in range(3):
+        x = model(torch.randn(4, 8).to_mkldnn())
+    assert x.layout is torch._mkldnn

@@ -76,7 +76,7 @@ REFUSED_FUNCTIONS = frozenset(
     {"manual_seed", "seed", "set_grad_enabled", "set_default_dtype", "compile", "save", "load", "backward", "grad",
      "checkpoint", "register_hook", "retain_grad", "requires_grad_", "set_", "share_memory_", "item", "tolist", "numpy",
      "__dlpack__", "detach_", "resize_", "synchronize", "data_ptr", "storage_offset", "untyped_storage", "is_inference",
-     "is_pinned", "is_shared", "_is_view"}
+     "is_pinned", "is_shared", "_is_view", "apply_", "map_", "map2_"}  # The last three would write through null.
 )  # fmt: skip
 #: The code of the functions that context managers of torch return as decorators.
 CONTEXT_DECORATORS = frozenset(

@@ -33,6 +33,7 @@ from fastlayers import backends
 from fastlayers.ops import dispatch
 from fastlayers.patching.capture.reads import load_fake_tensors, read_by
 from fastlayers.patching.capture.rebuild import arguments_source
+from fastlayers.patching.capture.syntax import is_ours
 from fastlayers.patching.libraries.adapters import adapters, decorated, takes_former_names, undecorated
 from fastlayers.patching.reasons import PatchWarning, Reason, Refusal
 from fastlayers.patching.rewrite.classes import seal
@@ -153,10 +154,12 @@ class RecordingError(Exception):
 
 @contextmanager
 def what_torch_refuses() -> Iterator[None]:
-    """Torch's errors for calls that it does not support in a mode, or on leaves, are refusals."""
+    """An error of the forward itself, or torch's for calls that it does not support in a mode, is a refusal."""
     try:
         yield
-    except RuntimeError as error:
+    except Exception as error:
+        if is_ours(error) and not isinstance(error, RuntimeError):
+            raise
         raise Refusal(Reason.TRACE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
 
 
@@ -373,8 +376,9 @@ class Region:
             Refusal: such calls cannot be a region.
         """
         tensors = real[entry.count :]
-        if not all(type(t) in dispatch.PLAIN and t.device.type in ("cpu", "cuda") for t in real):
-            raise Refusal(Reason.READS_STATE, "a tensor of another type, or on another device")
+        known = all(type(t) in dispatch.PLAIN and t.layout is torch.strided for t in real)
+        if not known or any(t.device.type not in ("cpu", "cuda") for t in real):
+            raise Refusal(Reason.READS_STATE, "a tensor of another type or layout, or on another device")
         if any(t._backward_hooks for t in tensors):  # The gradients of a recording are none.
             raise Refusal(Reason.READS_STATE, "a parameter with a hook")
         state = [t for t in tensors if not t.requires_grad]
