@@ -9,6 +9,7 @@ and float64. An argument that should be a tensor and is not raises a TypeError.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, overload
 
 import torch
@@ -1177,7 +1178,8 @@ def linear_cross_entropy(
             once: 4 bytes of memory for each element of the weight. Not for DTensors.
 
     Returns:
-        A scalar, or for "none" the losses in the shape of the target. In the input's dtype; float32 under autocast.
+        A scalar, or for "none" the losses in the shape of the target. In the input's dtype; float32 under autocast,
+        which torch ignores where it chunks by ``options``, and so does this.
 
     The composition, which has the logits whole, computes calls whose logits have fewer than 2^20 elements on a GPU or
     2^23 on a CPU, unless a chunk_size is given or the weight is quantised. It also serves transforms of torch.func,
@@ -1209,10 +1211,14 @@ def linear_cross_entropy(
         ignore_index = -100
     elif torch.is_floating_point(target):
         raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
-    return _linear_cross_entropy.linear_cross_entropy(
-        input, linear_weight, target, linear_bias, weight, ignore_index, reduction, label_smoothing, softcap, z_loss,
-        logit_scale, low_rank, chunk_size, acc_dtype,
-    )  # fmt: skip
+    alone = options is not None and _linear_cross_entropy.ignores_autocast(
+        input, linear_weight, target, linear_bias, reduction, label_smoothing
+    )
+    with torch.autocast(input.device.type, enabled=False) if alone else nullcontext():
+        return _linear_cross_entropy.linear_cross_entropy(
+            input, linear_weight, target, linear_bias, weight, ignore_index, reduction, label_smoothing, softcap,
+            z_loss, logit_scale, low_rank, chunk_size, acc_dtype,
+        )  # fmt: skip
 
 
 @overload

@@ -21,8 +21,10 @@ from fastlayers.graphs.state import State, UncapturedError, begun_collectives, s
 from fastlayers.graphs.words import InWords
 from fastlayers.ops.dispatch import PLAIN, KeptAsIs, kept_as_is
 from fastlayers.ops.dtensor import Whole, differentiable_shard_of, memory_of, shard_of
+from fastlayers.patching.capture.syntax import is_ours
 from fastlayers.patching.rewrite.entries import autocast_as, autocast_state, drawing, random_state
 from fastlayers.patching.rewrite.patterns import Flat, unflatten
+from fastlayers.patching.rewrite.regions import text_of
 from fastlayers.patching.rewrite.results import OpaqueError, Taken, put_together, take_apart, tensors_in
 from fastlayers.patching.runtime.checks import original_class
 
@@ -432,6 +434,8 @@ def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool) -> I
     except Exception as error:
         torch.cuda.set_stream(present)
         recover(graph, stream)
+        if is_ours(error) and not isinstance(error, RuntimeError):  # torch has those for what it cannot capture
+            text_of("capturing", error)
         raise UncapturedError(f"{type(error).__name__}: {error}".splitlines()[0]) from None
 
 

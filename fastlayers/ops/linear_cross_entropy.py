@@ -115,6 +115,19 @@ def linear_cross_entropy(
     return dispatch.call_reference(reference.linear_cross_entropy, *given)
 
 
+def ignores_autocast(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, reduction: str,
+    label_smoothing: float,
+) -> bool:  # fmt: skip
+    """Whether torch computes a call with ``options`` in chunks, in the dtype of its tensors. Of several dtypes it has
+    no chunks."""
+    labels = target.dtype == torch.int64
+    if target.is_floating_point() and reduction != "none" and torch.__version__ >= "2.14":
+        labels = target.dtype == input.dtype and not (target.requires_grad and torch.is_grad_enabled())
+    alike = all(t is None or t.dtype == input.dtype for t in (linear_weight, linear_bias))
+    return labels and alike and linear_weight.dim() == 2 and label_smoothing == 0 and not torch.jit.is_tracing()
+
+
 def _loss_of_logits(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int, label_smoothing: float,
     softcap: float, z_loss: float,

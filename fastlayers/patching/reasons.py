@@ -47,7 +47,7 @@ class Reason(str, Enum):
     TYPE_TEST = "its forward asks for the type of a computed value"
     UNKNOWN_CALL = "its forward calls something that can be neither followed nor recorded"
     TRACE_FAILED = "its forward could not be traced"
-    RECORDING_FAILED = "an error of fastlayers while a call was recorded: such calls run without what failed"
+    RECORDING_FAILED = "an error of fastlayers in tracing or recording: calls run without what failed"
 
     # A place that looks fusable and is not
     UNKNOWN_LOSS = "its loss function is not one that is known"

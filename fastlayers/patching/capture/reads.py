@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import operator
 import os
 import threading
 import types
@@ -54,6 +55,8 @@ from fastlayers.patching.capture.syntax import (
     containers_in,
     contents,
     hook,
+    is_ours,
+    outside,
     parse,
     require_a_name,
     same_items,
@@ -76,7 +79,8 @@ REFUSED_FUNCTIONS = frozenset(
     {"manual_seed", "seed", "set_grad_enabled", "set_default_dtype", "compile", "save", "load", "backward", "grad",
      "checkpoint", "register_hook", "retain_grad", "requires_grad_", "set_", "share_memory_", "item", "tolist", "numpy",
      "__dlpack__", "detach_", "resize_", "synchronize", "data_ptr", "storage_offset", "untyped_storage", "is_inference",
-     "is_pinned", "is_shared", "_is_view", "is_autocast_cache_enabled"}
+     "is_pinned", "is_shared", "_is_view", "is_autocast_cache_enabled",
+     "apply_", "map_", "map2_"}  # The last three would write through null.
 )  # fmt: skip
 #: Those that ask for what a region tests itself.
 KNOWN_FLAGS = QUERIES | {"is_compiling", "is_tracing"}
@@ -257,6 +261,8 @@ def read_by(
     except Refusal:
         raise
     except Exception as error:  # An error of the forward itself, or what fake tensors cannot do.
+        if is_ours(error):
+            raise
         raise Refusal(Reason.TRACE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
     finally:
         # Its weak references to parameters would stay until the collector runs: torch.utils.swap_tensors refuses these.
@@ -386,7 +392,7 @@ class Watch(Run):
         if found is None:
             return super().follow(function, args, kwargs)
         context, inner = found
-        with context():
+        with outside(context):
             return self.follow(inner, args, kwargs)
 
     # -- values --------------------------------------------------------------------------------------------------
@@ -484,11 +490,11 @@ class Watch(Run):
             if name in REFUSED_ATTRIBUTES or not hasattr(Tensor, name):
                 raise Refusal(Reason.READS_STATE, f"a tensor's {name}")
             self.test(*same_tensor_method(name, self.bind))
-            return getattr(owner, name)
+            return outside(getattr, owner, name)
         if isinstance(owner, nn.Module):
-            return getattr(owner, name) if self.is_made(owner) else self.module_attribute(owner, name)
+            return outside(getattr, owner, name) if self.is_made(owner) else self.module_attribute(owner, name)
         if isinstance(owner, types.ModuleType):
-            return self.read(member(owner, name, self.bind), getattr(owner, name))
+            return self.read(member(owner, name, self.bind), outside(getattr, owner, name))
         if isinstance(owner, super):
             self.test(*same_inherited(owner, name, self.bind))
         if isinstance(owner, type):
@@ -498,7 +504,7 @@ class Watch(Run):
         origin = self.origin(owner)
         if origin is not None:
             return self.object_attribute(origin, owner, name)
-        return getattr(owner, name)
+        return outside(getattr, owner, name)
 
     def object_attribute(self, origin: str, owner: Any, name: str) -> Any:
         """An attribute of an object that was read, such as ``self.config.hidden_size``."""
@@ -509,10 +515,10 @@ class Watch(Run):
             self.test(same(f"type({origin}).{name}", getattr(type(owner), name), self.bind))
             if hasattr(owner, "__dict__"):
                 self.test(f"{name!r} not in {origin}.__dict__")
-            return getattr(owner, name)
+            return outside(getattr, owner, name)
         held = name in getattr(owner, "__dict__", ()) or name in getattr(owner, "_fields", ())  # of a namedtuple
         if isinstance(owner, functools.partial) or held or is_value(static):
-            return self.read(f"{origin}.{name}", getattr(owner, name))
+            return self.read(f"{origin}.{name}", outside(getattr, owner, name))
         raise Refusal(Reason.READS_STATE, f"{origin}.{name}")
 
     def module_attribute(self, module: nn.Module, name: str) -> Any:
@@ -667,7 +673,7 @@ class Watch(Run):
             value, convert, spec = part
             if not is_value(value):
                 raise Refusal(Reason.READS_STATE, "formats an object")
-            return format(CONVERSIONS[convert](value), spec)
+            return outside(format, CONVERSIONS[convert](value), spec)
 
         return "".join(map(show, parts))
 
@@ -678,7 +684,7 @@ class Watch(Run):
         return left is right
 
     def hook_contains(self, item: Any, container: Any) -> bool:
-        return item in self.hook_container(container)
+        return outside(operator.contains, self.hook_container(container), item)
 
     def hook_local(self, value: Any) -> Any:
         """What an item is assigned to: it must have been made in this call. The tape sees to tensors."""
@@ -718,7 +724,7 @@ class Watch(Run):
         origin = self.origin(function)
         if isinstance(function, torch.jit.ScriptFunction) and origin is not None:
             self.test(same(origin, function, self.bind))
-            return function(*args, **kwargs)
+            return outside(function, *args, **kwargs)
         if isinstance(function, functools._lru_cache_wrapper):
             return self.cached(function, origin, args, kwargs)
         called = inspect.getattr_static(type(function), "__call__", None)
@@ -771,7 +777,7 @@ class Watch(Run):
             return self.call(function.__wrapped__, *args, **kwargs)
         self.test(same(origin, function, self.bind))
         with unset_fake_temporarily():  # The cache would keep a fake tensor.
-            found = function(*args, **kwargs)
+            found = outside(function, *args, **kwargs)
         if not is_value(found):
             raise Refusal(Reason.UNKNOWN_CALL, f"{function.__name__}, whose cache has a {type(found).__name__}")
         return found
@@ -813,7 +819,7 @@ class Watch(Run):
         owner, function = method.__self__, method.__func__
         if isinstance(owner, nn.Module) and function in MEMBERS:
             self.children(owner)
-            return method(*args, **kwargs)
+            return outside(method, *args, **kwargs)
         if isinstance(owner, nn.Module) and function is nn.Module.__call__:
             return self.call_module(owner, args, kwargs, inherited=True)
         if isinstance(owner, nn.Module) and function in REGISTRIES and not args and not kwargs:
@@ -826,17 +832,17 @@ class Watch(Run):
         looks_up = function in self.lookups or owner is os.environ
         if looks_up and origin is not None and is_value(args) and not kwargs:
             names = [self.bind(arg, "value") for arg in args]
-            return self.read(f"{origin}.{function.__name__}({', '.join(names)})", method(*args))
+            return self.read(f"{origin}.{function.__name__}({', '.join(names)})", outside(method, *args))
         return self.follow(function, (owner, *args), kwargs)
 
     def function(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is torch.jit.is_scripting:  # A patched model runs as Python.
             return False
         if function is inspect.signature:
-            return function(*args, **kwargs)
+            return outside(function, *args, **kwargs)
         if package(function) in TRUSTED:
             if function is torch.is_tensor:
-                return function(*args)
+                return outside(function, *args)
             if function.__name__ in REFUSED_FUNCTIONS or any(isinstance(arg, nn.Module) for arg in args):
                 raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
             if function.__module__.startswith("torch.backends") and (args or kwargs):
@@ -844,7 +850,9 @@ class Watch(Run):
             if self.asks_for_flag(function, args, kwargs):
                 return self.flag(function, args)
             self.test(*inside_function(function, self.bind))
-            return function(*map(self.items, args), **{key: self.items(value) for key, value in kwargs.items()})
+            return outside(
+                function, *map(self.items, args), **{key: self.items(value) for key, value in kwargs.items()}
+            )
         return self.follow(function, args, kwargs)
 
     def asks_for_flag(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -882,7 +890,7 @@ class Watch(Run):
         if function in (isinstance, callable):
             if isinstance(args[0], nn.Module):
                 self.kind(args[0], self.origin(args[0]) or "")
-            return function(*args)
+            return outside(function, *args)
         if function is getattr and isinstance(args[1], str):
             if len(args) > 2 and not hasattr(args[0], args[1]):
                 self.has(args[0], args[1])
@@ -896,7 +904,7 @@ class Watch(Run):
             if function is print or (function is type and len(args) != 1):
                 raise Refusal(Reason.UNKNOWN_CALL, name)
             args, kwargs = self.called_back(function, args, kwargs)
-            return function(*args, **kwargs)
+            return outside(function, *args, **kwargs)
         owner = getattr(function, "__self__", None)
         if (
             isinstance(function, types.BuiltinMethodType | types.MethodWrapperType | types.MethodType)
@@ -905,10 +913,10 @@ class Watch(Run):
             if isinstance(owner, Tensor):
                 if name in REFUSED_FUNCTIONS:
                     raise Refusal(Reason.UNKNOWN_CALL, f"a tensor's {name}")
-                return function(*args, **kwargs)
+                return outside(function, *args, **kwargs)
             local = isinstance(owner, list | tuple | dict | set | types.MappingProxyType) and self.origin(owner) is None
             if local or (is_value(owner) and not isinstance(owner, types.ModuleType)):
-                return function(*args, **kwargs)
+                return outside(function, *args, **kwargs)
         if name in REFUSED_FUNCTIONS:
             raise Refusal(Reason.UNKNOWN_CALL, name)
         module = getattr(function, "__module__", None) or getattr(owner, "__name__", None) or ""
@@ -916,21 +924,21 @@ class Watch(Run):
         if isinstance(function, types.BuiltinFunctionType) and known:
             if self.asks_for_flag(function, args, kwargs):
                 return self.flag(function, args)
-            return function(*args, **kwargs)
+            return outside(function, *args, **kwargs)
         if from_numpy(function) and all(map(are_values, (*args, *kwargs.values()))):
             if (origin := self.origin(function)) is not None:
                 self.test(same(origin, function, self.bind))
-            found = function(*args, **kwargs)
+            found = outside(function, *args, **kwargs)
             if is_value(found):
                 return found
         layer = is_stateless_layer(function) and all(map(are_values, (*args, *kwargs.values())))
         if layer or only_holds(function) or is_named_tuple(function):
-            self.made.append(function(*args, **kwargs))
+            self.made.append(outside(function, *args, **kwargs))
             return self.made[-1]
         if type(function) is type(torch.FloatTensor) and list in map(type, args) and all(map(are_values, args)):
-            return self.fake_mode.from_tensor(function(*args))  # of numbers, as torch.tensor makes it
+            return self.fake_mode.from_tensor(outside(function, *args))  # of numbers, as torch.tensor makes it
         if function in TRUSTED_CLASSES or isinstance(function, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
-            return function(*args, **kwargs)
+            return outside(function, *args, **kwargs)
         raise Refusal(Reason.UNKNOWN_CALL, name)
 
     def type_of(self, function: Any, t: Tensor, *classes: Any) -> Any:

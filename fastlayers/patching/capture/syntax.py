@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import textwrap
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -37,10 +38,12 @@ __all__ = [
     "contents",
     "functions_in",
     "hook",
+    "is_ours",
     "lines_of",
     "local_names",
     "names_in",
     "optional_parameters",
+    "outside",
     "parse",
     "present_statement",
     "require_a_name",
@@ -195,6 +198,8 @@ OPERATORS: dict[str, str] = {
 
 #: Packages whose functions are called as they are: what they do follows from their arguments and torch's global state.
 TRUSTED = frozenset({"torch", "fastlayers", "einops", "math", "_operator"})
+#: The folders of the code that patches and captures models.
+ROOMS = tuple(os.path.join(__file__.rpartition("patching")[0], room, "") for room in ("patching", "graphs"))
 #: Built-in functions that call their first argument.
 CALL_BACK = frozenset({map, filter, functools.reduce})
 
@@ -434,6 +439,18 @@ def same_items(first: list[Any], second: list[Any]) -> bool:
     return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
+def outside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what a forward calls, or look up what it looks up: an error in here is one of the forward."""
+    return function(*args, **kwargs)
+
+
+def is_ours(error: Exception) -> bool:
+    """Whether code of ours raised an error in a run, which is no refusal, and not the forward and what it calls."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    ours = frame.f_code.co_filename.startswith(ROOMS) and frame.f_code is not outside.__code__
+    return ours and not isinstance(error, Refusal | NotImplementedError)  # torch.fx asks a tracer for the latter.
+
+
 R = TypeVar("R", bound="Run")
 
 
@@ -529,7 +546,7 @@ class Run:
         raise NotImplementedError
 
     def class_attribute(self, owner: type, name: str) -> Any:
-        value = getattr(owner, name)
+        value = outside(getattr, owner, name)
         if getattr(value, "__self__", None) is owner:  # A function is made a method each time.
             self.test(f"{member(owner, name, self.bind)} == {self.bind(value, name)}")
             return value
@@ -539,7 +556,7 @@ class Run:
 
     def function_attribute(self, function: types.FunctionType, name: str) -> Any:
         if name not in function.__dict__:
-            return getattr(function, name)
+            return outside(getattr, function, name)
         return self.read(f"{self.named(function)}.{name}", function.__dict__[name])
 
     def named(self, function: types.FunctionType) -> str:
@@ -586,7 +603,7 @@ class Run:
         def inside(*args: Any, **kwargs: Any) -> Any:
             self.frames.append(frame)
             try:
-                return function(*args, **kwargs)
+                return outside(function, *args, **kwargs)
             finally:
                 self.frames.pop()
 
@@ -603,7 +620,7 @@ class Run:
             return args[0]
         partial = type(function) is functools.partial and function.func == self.hook_call
         if partial or any(function is known for known in self.lambdas):
-            return function(*args, **kwargs)
+            return outside(function, *args, **kwargs)
         return self.call(function, *args, **kwargs)
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -633,7 +650,7 @@ class Run:
         return super(cells["__class__"].cell_contents, owner)
 
     def hook_inplace(self, op: str, target: Any, value: Any) -> Any:
-        return INPLACE[op](target, value)
+        return outside(INPLACE[op], target, value)
 
 
 def local_names(tree: ast.AST) -> set[str]:

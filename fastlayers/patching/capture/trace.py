@@ -22,6 +22,7 @@ import inspect
 import itertools
 import keyword
 import math
+import operator
 import sys
 import types
 from collections.abc import Iterator, MappingView
@@ -51,6 +52,8 @@ from fastlayers.patching.capture.syntax import (
     INPLACE,
     Run,
     containers_in,
+    is_ours,
+    outside,
     present_statement,
     require_a_name,
     statement_at_fault,
@@ -284,17 +287,17 @@ class Trace(Run):
     def hook_attribute(self, owner: Any, name: str) -> Any:
         require_a_name(owner, name)
         if isinstance(owner, Proxy):
-            return getattr(owner, name)
+            return outside(getattr, owner, name)
         if isinstance(owner, nn.Module):
-            return getattr(owner, name) if self.is_made(owner) else self.module_attribute(owner, name)
+            return outside(getattr, owner, name) if self.is_made(owner) else self.module_attribute(owner, name)
         if isinstance(owner, super):
-            inherited = getattr(owner, name)
+            inherited = outside(getattr, owner, name)
             if not isinstance(inherited, types.MethodType):
                 raise Refusal(Reason.READS_STATE, f"super().{name}")
             self.test(*same_inherited(owner, name, self.bind))
             return inherited
         if isinstance(owner, types.ModuleType):
-            value = getattr(owner, name)
+            value = outside(getattr, owner, name)
             fixed = isinstance(value, types.ModuleType | type) and package(owner) in ("torch", "math")
             fixed |= owner in (torch, math) and is_primitive(value)  # Those of torch.backends are switches.
             return self.constant(value, None if fixed else member(owner, name, self.bind), f"{owner.__name__}.{name}")
@@ -303,7 +306,7 @@ class Trace(Run):
         if isinstance(owner, types.FunctionType):
             return self.function_attribute(owner, name)
         if is_primitive(owner) or isinstance(owner, list | tuple | dict | set | torch.finfo | torch.iinfo):
-            return getattr(owner, name)
+            return outside(getattr, owner, name)
         if isinstance(owner, Opaque):
             return self.object_attribute(owner, name)
         raise Refusal(Reason.READS_STATE, f"{type(owner).__name__}.{name}")
@@ -444,7 +447,7 @@ class Trace(Run):
     def hook_contains(self, item: Any, container: Any) -> bool:
         if isinstance(item, Proxy | nn.Module) or isinstance(container, Proxy | nn.Module):
             raise Refusal(Reason.DATA_DEPENDENT, "tests membership of a traced value")
-        return item in container
+        return outside(operator.contains, container, item)
 
     def hook_inplace(self, op: str, target: Any, value: Any) -> Any:
         if isinstance(target, Proxy):
@@ -455,7 +458,7 @@ class Trace(Run):
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(function, Proxy):
-            return function(*args, **kwargs)
+            return outside(function, *args, **kwargs)
         if self.is_made(function):
             self.test(*same_call(type(function), self.bind))
             return self.follow(type(function).forward, (function, *args), kwargs)
@@ -485,7 +488,7 @@ class Trace(Run):
         owner = function.__self__
         if isinstance(owner, nn.Module) and function.__func__ in MEMBERS:
             self.keep_children(owner)
-            return function(*args, **kwargs)
+            return outside(function, *args, **kwargs)
         if not isinstance(owner, nn.Module | type) or not isinstance(function.__func__, types.FunctionType):
             raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
         if from_torch(function.__func__) and owner is not self.root:
@@ -542,13 +545,13 @@ class Trace(Run):
             args, kwargs = self.called_back(function, args, kwargs)
             if function is map and traced:
                 return Mapped(args[0], args[1:])
-            return function(*args, **kwargs)
+            return outside(function, *args, **kwargs)
         if isinstance(function, types.BuiltinMethodType | types.MethodWrapperType):
             owner = function.__self__
             if (is_primitive(owner) and owner is not None) or isinstance(owner, list | tuple | dict | set):
-                return function(*args, **kwargs)
+                return outside(function, *args, **kwargs)
         if not traced and builtin_module(function) == "math":
-            return function(*args, **kwargs)
+            return outside(function, *args, **kwargs)
         recordable = isinstance(function, types.BuiltinFunctionType) or function in PURE_BUILTINS
         if recordable and (
             function in PURE_BUILTINS or function is print or builtin_module(function) in ("math", "torch")
@@ -559,9 +562,11 @@ class Trace(Run):
         ):
             return self.record("call_function", function, args, kwargs)
         if function in (torch.finfo, torch.iinfo, torch.Size, torch.device):
-            return self.record("call_function", function, args, kwargs) if traced else function(*args, **kwargs)
+            return (
+                self.record("call_function", function, args, kwargs) if traced else outside(function, *args, **kwargs)
+            )
         if is_stateless_layer(function) and all(map(is_primitive, arguments)):
-            self.made.append(function(*args, **kwargs))
+            self.made.append(outside(function, *args, **kwargs))
             return self.made[-1]
         raise Refusal(Reason.UNKNOWN_CALL, name)
 
@@ -724,7 +729,9 @@ def record_segment(module: nn.Module, segment: Segment) -> tuple[Recording, tupl
         trace.closed = segment.closed
         try:
             written = trace.run_segment(segment)
-        except Exception:  # A refusal, or an error of the code itself, since proxies are not tensors.
+        except Exception as error:  # A refusal, or an error of the code itself, since proxies are not tensors.
+            if is_ours(error):
+                raise
             return trace.statement
         return trace.recording, written
 
@@ -759,7 +766,9 @@ def record_child(
     try:
         with Trace(module, training) as trace:
             return trace.run_child(child, arguments)
-    except Exception:  # Whatever the reason, the child stays a leaf.
+    except Exception as error:  # A refusal, or an error of the code itself: the child stays a leaf.
+        if is_ours(error):
+            raise
         return None
 
 
@@ -801,4 +810,6 @@ def record(module: nn.Module, forward: Any, given: Given, training: bool | None)
     except Refusal:
         raise
     except Exception as error:  # An error of the forward itself: it does with proxies what only tensors can do.
+        if is_ours(error):
+            raise
         raise Refusal(Reason.TRACE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None

@@ -73,7 +73,7 @@ PASSES = (
 )
 
 
-def fused(program: Program, failed: Callable[[str, Exception], None] | None = None) -> Program:
+def fused(program: Program, failed: Callable[[str, Exception], object] | None = None) -> Program:
     """A program that computes the same with fewer passes over memory.
 
     Args:

@@ -44,7 +44,7 @@ from fastlayers.patching.rewrite.classes import (
 )
 from fastlayers.patching.rewrite.engine import Fused
 from fastlayers.patching.rewrite.forwards import fuse
-from fastlayers.patching.rewrite.regions import FEW_MODULES, region_class, size_of
+from fastlayers.patching.rewrite.regions import FEW_MODULES, region_class, size_of, text_of
 from fastlayers.patching.rewrite.segments import fuse_segments
 from fastlayers.patching.rules import FOLDING_RULES, graph_rules, module_rules
 from fastlayers.patching.rules.base import ModuleRule
@@ -207,7 +207,11 @@ def plan_steps(model: nn.Module, selection: Selection, folding: bool) -> Plan:
             steps.append(Step(module, left_alone(row, Refusal(Reason.NOT_SELECTED))))
         else:
             excluded = frozenset(path for path, child in module.named_modules() if id(child) in banned)
-            steps.append(plan_one(module, row, excluded, classes))
+            try:
+                steps.append(plan_one(module, row, excluded, classes))
+            except Exception as error:
+                failed = Refusal(Reason.RECORDING_FAILED, text_of("tracing", error))
+                steps.append(Step(module, left_alone(row, failed)))
     if not folding:
         add_regions(steps, banned, classes)
     mark_absorbed(steps)
@@ -425,6 +429,7 @@ WARN_ABOUT = {
     Reason.SCRIPTED: "holds scripted modules ({}), which have no Python forward to patch",
     Reason.QUANTIZED: "holds quantised layers ({}), which are left alone",
     Reason.UNINITIALIZED: "holds layers whose parameters are uninitialised ({}): call it once, and patch it then",
+    Reason.RECORDING_FAILED: "holds modules ({}) at which fastlayers failed; please report what patch_report says",
     Reason.FORWARD_REPLACED: "holds modules whose forward was replaced on the instance ({}); they are left alone",
 }
 

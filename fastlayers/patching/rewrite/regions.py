@@ -33,6 +33,7 @@ from fastlayers import backends
 from fastlayers.ops import dispatch
 from fastlayers.patching.capture.reads import load_fake_tensors, read_by
 from fastlayers.patching.capture.rebuild import arguments_source
+from fastlayers.patching.capture.syntax import is_ours
 from fastlayers.patching.libraries.adapters import adapters, decorated, takes_former_names, undecorated
 from fastlayers.patching.reasons import PatchWarning, Reason, Refusal
 from fastlayers.patching.rewrite.classes import seal
@@ -74,7 +75,7 @@ from fastlayers.patching.rewrite.stand_ins import stand_in
 from fastlayers.patching.rewrite.tape import Tape
 from fastlayers.patching.runtime.checks import check_defaults, original_class
 
-__all__ = ["FEW_MODULES", "Region", "attentions", "errors_of", "region_class", "size_of"]
+__all__ = ["FEW_MODULES", "Region", "attentions", "errors_of", "region_class", "size_of", "text_of"]
 
 #: Calls of one module with the same signature, of which the last is recorded: what is seen once may not come again, and
 #: a recording takes the time of some 100 calls.
@@ -148,7 +149,27 @@ def size_of(module: nn.Module) -> int:
 
 
 class RecordingError(Exception):
-    """An error of fastlayers while a call was recorded, which only the tests raise."""
+    """An error of fastlayers while a forward was traced or a call was recorded, which only the tests raise."""
+
+
+@contextmanager
+def what_torch_refuses() -> Iterator[None]:
+    """An error of the forward itself, or torch's for calls that it does not support in a mode, is a refusal."""
+    try:
+        yield
+    except Exception as error:
+        if is_ours(error) and not isinstance(error, RuntimeError):
+            raise
+        raise Refusal(Reason.TRACE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
+
+
+def text_of(what: str, error: Exception) -> str:
+    """What to say of an error of ours; the tests raise it."""
+    text = f"{what}: {type(error).__name__}: {error}".splitlines()[0]
+    if RAISE_ERRORS:
+        raise RecordingError(text) from error
+    logger.debug("%s", text, exc_info=error)
+    return text
 
 
 # -- the region -------------------------------------------------------------------------------------------------------
@@ -204,32 +225,33 @@ class Region:
         if len(given) > 1 and len({*map(id, given)}) < len(given):
             pattern, given = without_repeats(pattern, given)
         shape = given[0].shape
-        try:
-            for reader in self.readers:
-                try:
-                    found = reader.read(module)
-                except (AttributeError, KeyError, IndexError):
-                    continue
-                if found is None:
-                    return self.present.forward(module, *args, **kwargs)
-                values, tensors = found
-                for entry in self.entries.get((reader, values, pattern, shape), ()):
-                    if (
-                        entry.tensors.check(*given, *tensors)
-                        and (entry.exact is None or entry.exact == reader.exact(values))
-                        and entry.state.check()
-                        and entry.attentions in (None, attentions())
-                    ):
-                        if entry.refusal is not None:
-                            self.failed()
+        for reader in self.readers:
+            try:
+                found = reader.read(module)
+            except (AttributeError, KeyError, IndexError, TypeError):  # it has not what was read
+                continue
+            if found is None:
+                return self.present.forward(module, *args, **kwargs)
+            values, tensors = found
+            try:
+                entries = self.entries.get((reader, values, pattern, shape), ())
+            except (TypeError, ValueError, RuntimeError):  # what was read cannot be compared any more
+                return self.present.forward(module, *args, **kwargs)
+            for entry in entries:
+                if (
+                    entry.tensors.check(*given, *tensors)
+                    and (entry.exact is None or entry.exact == reader.exact(values))
+                    and entry.state.check()
+                    and entry.attentions in (None, attentions())
+                ):
+                    if entry.refusal is not None:
+                        self.failed()
+                        return self.present.forward(module, *args, **kwargs)
+                    # A checkpoint compares what a forward keeps with what it keeps when it runs again.
+                    if (entry.differentiated or entry.apart) and _saved_tensors_hooks(True) is None:
+                        with no_regions():
                             return self.present.forward(module, *args, **kwargs)
-                        # A checkpoint compares what a forward keeps with what it keeps when it runs again.
-                        if (entry.differentiated or entry.apart) and _saved_tensors_hooks(True) is None:
-                            with no_regions():
-                                return self.present.forward(module, *args, **kwargs)
-                        return self.run(entry, (args, kwargs), (*given, *tensors))
-        except TypeError:  # what was read cannot be compared any more
-            return self.present.forward(module, *args, **kwargs)
+                    return self.run(entry, (args, kwargs), (*given, *tensors))
         if not self.comes_again(module, (pattern, shape)):
             return self.present.forward(module, *args, **kwargs)
         return self.first(module, args, kwargs, given, pattern)
@@ -311,12 +333,16 @@ class Region:
             lookups = frozenset[Any]().union(*(adapter.lookups() for adapter in adapters()))
             reads = read_by(module, original_class(module).forward, args, kwargs, lookups, undecorated)
             reader = Reader(reads, module)
+        except Refusal as refusal:
+            self.refused[pattern] = refusal.kept()
+            return None
+        except Exception as error:
+            self.refused[pattern] = Refusal(Reason.RECORDING_FAILED, self.note_error("reading", error))
+            return None
+        try:
             found = reader.read(module)
         except KeyError:
             self.refused[pattern] = Refusal(Reason.UNKNOWN_CALL, "a function of torch that was replaced")
-            return None
-        except Refusal as refusal:
-            self.refused[pattern] = refusal.kept()
             return None
         reader = next((known for known in self.readers if known.key == reader.key), reader)
         if found is None:
@@ -343,8 +369,9 @@ class Region:
             Refusal: such calls cannot be a region.
         """
         tensors = real[entry.count :]
-        if not all(type(t) in dispatch.PLAIN and t.device.type in ("cpu", "cuda") for t in real):
-            raise Refusal(Reason.READS_STATE, "a tensor of another type, or on another device")
+        known = all(type(t) in dispatch.PLAIN and t.layout is torch.strided for t in real)
+        if not known or any(t.device.type not in ("cpu", "cuda") for t in real):
+            raise Refusal(Reason.READS_STATE, "a tensor of another type or layout, or on another device")
         if any(t._backward_hooks for t in tensors):  # The gradients of a recording are none.
             raise Refusal(Reason.READS_STATE, "a parameter with a hook")
         state = [t for t in tensors if not t.requires_grad]
@@ -393,9 +420,7 @@ class Region:
         except (Refusal, RecordingError):
             raise
         except Exception as error:
-            if not isinstance(error, RuntimeError):  # torch has those for calls that it does not support in a mode.
-                self.note_error("recording", error)
-            raise Refusal(Reason.TRACE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
+            raise Refusal(Reason.RECORDING_FAILED, self.note_error("recording", error)) from None
         finally:
             restore()
             torch.set_autocast_cache_enabled(cached)
@@ -408,17 +433,15 @@ class Region:
         except Exception as error:
             self.note_error(what, error)
 
-    def note_error(self, what: str, error: Exception) -> None:
+    def note_error(self, what: str, error: Exception) -> str:
         """Warn of an error of ours, once, and keep it for the report; the tests raise it."""
-        text = f"{what}: {type(error).__name__}: {error}".splitlines()[0]
-        if RAISE_ERRORS:
-            raise RecordingError(text) from error
+        text = text_of(what, error)
         if text not in self.errors:
             self.errors.append(text)
             name = getattr(self.present, "__fastlayers_original__", self.present).__name__
             message = f"calls of {name} run without what failed, and may be slower; please report it: {text}"
             warnings.warn(message, PatchWarning, stacklevel=2)
-            logger.debug("%s", text, exc_info=error)
+        return text
 
     def recorded(self, entry: Entry, module: nn.Module, real: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """The results, and gradients of results and of inputs, of a run that gives the entry its facts. The last items
@@ -444,7 +467,8 @@ class Region:
         gradients: tuple[Tensor | None, ...] = ()
         dys: list[str] = []
         with dispatch.observed(kernel_call), tape:
-            out = self.present.forward(module, *args, **(kwargs or {}))
+            with what_torch_refuses():
+                out = self.present.forward(module, *args, **(kwargs or {}))
             taken = Taken(inputs, (args, kwargs))
             try:
                 parts = take_apart(out, taken)
@@ -467,7 +491,7 @@ class Region:
                     grads = tuple(some_gradient(results[i]) for i in active)
                 dys = [tape.protect(dy, f"g{i}") for i, dy in zip(active, grads, strict=True)]
                 # A backward has the dtypes of its forward; it runs outside of the context.
-                with autocast_as(NO_AUTOCAST):
+                with autocast_as(NO_AUTOCAST), what_torch_refuses():
                     gradients = torch.autograd.grad(
                         [results[i] for i in active], [inputs[i] for i in wanted], grads, allow_unused=True
                     )
