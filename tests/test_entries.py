@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -250,6 +251,30 @@ def test_differentiated_calls_run_op_by_op_from_then_on(step_of_penalty, ran):
             dx.square().sum().backward()
         counts.append(len(ran))
     assert counts == [0, 0, *range(1, step_of_penalty), *[max(step_of_penalty - 1, 0)] * 7][: len(counts)]
+
+
+def test_differentiated_calls_record_the_operations_of_torch():
+    """What stands for several is differentiated a second time by its reference, which takes longer."""
+    stock = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256))
+    patched = fastlayers.patch_model(copy.deepcopy(stock))
+    kinds = []
+    with fastlayers.backends.backend("cpu"):
+        for _ in range(4):
+            x = torch.randn(64, 256, requires_grad=True)
+            y = patched(x)
+            kinds.append(nodes_of(y))
+            (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+            dx.square().sum().backward()
+    assert kinds[0] != nodes_of(stock(x)) == kinds[-1]
+
+
+def nodes_of(t):
+    """How many nodes of each kind autograd has recorded."""
+    kinds, nodes = Counter(), {t.grad_fn}
+    while nodes:
+        nodes = {following for node in nodes for following, _ in node.next_functions if following is not None}
+        kinds.update(node.name() for node in nodes)
+    return kinds
 
 
 def test_a_checkpoint_around_a_call_that_was_differentiated():

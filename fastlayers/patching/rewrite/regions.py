@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -73,7 +73,7 @@ from fastlayers.patching.rewrite.readers import Reader
 from fastlayers.patching.rewrite.results import OpaqueError, Place, Taken, put_together, take_apart
 from fastlayers.patching.rewrite.stand_ins import stand_in
 from fastlayers.patching.rewrite.tape import Tape
-from fastlayers.patching.runtime.checks import check_defaults, original_class
+from fastlayers.patching.runtime.checks import check_defaults, original_class, stock_forwards
 
 __all__ = ["FEW_MODULES", "Region", "attentions", "errors_of", "region_class", "size_of", "text_of"]
 
@@ -249,7 +249,7 @@ class Region:
                         return self.present.forward(module, *args, **kwargs)
                     # A checkpoint compares what a forward keeps with what it keeps when it runs again.
                     if (entry.differentiated or entry.apart) and _saved_tensors_hooks(True) is None:
-                        with no_regions():
+                        with no_regions(), stock_forwards() if entry.differentiated else nullcontext():
                             return self.present.forward(module, *args, **kwargs)
                     return self.run(entry, (args, kwargs), (*given, *tensors))
         if not self.comes_again(module, (pattern, shape)):

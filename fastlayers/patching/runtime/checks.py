@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
@@ -38,6 +40,7 @@ __all__ = [
     "plain",
     "plain_any",
     "rewritten_everywhere",
+    "stock_forwards",
     "untouched",
     "with_little",
     "with_little_on_a_gpu",
@@ -61,11 +64,35 @@ _call_impl: Any = nn.Module._call_impl
 
 _rewritten_everywhere = False
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_is_tracing: Callable[[], bool] = torch._C._is_tracing
+
+
+class _Thread(threading.local):
+    """Whether forwards of this thread are those of the stock classes."""
+
+    stock = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def stock_forwards() -> Iterator[None]:
+    """Let patched modules run what they ran before, in this thread: torch differentiates its own operations twice in
+    less time than what stands for several."""
+    before, _thread.stock = _thread.stock, True
+    try:
+        yield
+    finally:
+        _thread.stock = before
 
 
 def must_be_stock() -> bool:
-    """Whether somebody looks at the functions of torch that a forward calls: a trace, which exports them, or a mode."""
-    return torch.jit.is_tracing() or (bool(_function_modes()) and sees_functions())
+    """Whether somebody looks at the functions of torch that a forward calls: a trace, which exports them, or a mode; or
+    whether this thread asked for stock forwards."""
+    if is_compiling():  # Dynamo knows neither variables of threads nor the function below torch.jit's.
+        return torch.jit.is_tracing() or (bool(_function_modes()) and sees_functions())
+    return _is_tracing() or _thread.stock or (_function_modes() > 0 and sees_functions())
 
 
 def without_kernels(x: object) -> bool:
