@@ -92,7 +92,7 @@ def _built() -> Iterator[tuple[str, str]]:
 
 
 def _executor() -> str:
-    from fastlayers.patching.rewrite import executors
+    from fastlayers.patching.program import executors
 
     return "C++" if executors.problem is None else f"Python: {executors.problem}"
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from fastlayers import backends
-from fastlayers.patching.rewrite import lint, regions
+from fastlayers.patching.program import lint
+from fastlayers.patching.regions import region as regions
+from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.rewrite.classes import Generated
-from fastlayers.patching.rewrite.entries import no_regions
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 
 regions.RAISE_ERRORS = lint.ENABLED = True

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import fastlayers
 from fastlayers import backends, cli
 from fastlayers import build as builder
-from fastlayers.patching.rewrite import executors
+from fastlayers.patching.program import executors
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fastlayers
-from fastlayers.patching.rewrite import executors, regions
-from fastlayers.patching.rewrite.regions import Region
+from fastlayers.patching.program import executors
+from fastlayers.patching.regions import region as regions
+from fastlayers.patching.regions.region import Region
 
 SCALE = 1.0
 

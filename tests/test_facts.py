@@ -26,9 +26,9 @@ from fastlayers.graphs import module as graphs
 from fastlayers.graphs.state import State
 from fastlayers.patching.facts import FACTS
 from fastlayers.patching.libraries import heads
-from fastlayers.patching.rewrite import regions
+from fastlayers.patching.regions import region as regions
+from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.rewrite.classes import Generated, swapped_forward
-from fastlayers.patching.rewrite.entries import no_regions
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 
 HERE = sys.modules[__name__]

@@ -35,18 +35,21 @@ from fastlayers.ops import glu, reference
 from fastlayers.ops import low_rank as ops
 from fastlayers.ops.activations import BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
+from fastlayers.patching.fusion import fusable, specialised, thin_products
+from fastlayers.patching.fusion import kernels as fusion
+from fastlayers.patching.fusion.absorption import absorbed
+from fastlayers.patching.fusion.fusable import rounded_later
+from fastlayers.patching.fusion.lowering import DERIVATIVES, LOWERINGS
+from fastlayers.patching.fusion.passes import fused
+from fastlayers.patching.fusion.residual_products import with_residual_products
+from fastlayers.patching.program import executors
+from fastlayers.patching.program.executors import KEYS, Facts, PythonExecutor, excluding
+from fastlayers.patching.program.program import Operation, Program, Value, plain_name
+from fastlayers.patching.program.tape import Tape
 from fastlayers.patching.reasons import PatchWarning, Reason
-from fastlayers.patching.rewrite import executors, fusable, fusion, regions, specialised, thin_products
-from fastlayers.patching.rewrite.absorption import absorbed
-from fastlayers.patching.rewrite.entries import no_regions
-from fastlayers.patching.rewrite.executors import KEYS, Facts, PythonExecutor, excluding
-from fastlayers.patching.rewrite.fusable import rounded_later
-from fastlayers.patching.rewrite.lowering import DERIVATIVES, LOWERINGS
-from fastlayers.patching.rewrite.passes import fused
-from fastlayers.patching.rewrite.program import Operation, Program, Value, plain_name
-from fastlayers.patching.rewrite.regions import region_class
-from fastlayers.patching.rewrite.residual_products import with_residual_products
-from fastlayers.patching.rewrite.tape import Tape
+from fastlayers.patching.regions import region as regions
+from fastlayers.patching.regions.entries import no_regions
+from fastlayers.patching.regions.region import region_class
 
 INTERPRETED = backends.triton_interprets()
 #: torch's own error of one operation, times the operations of a chain.
@@ -1499,7 +1502,7 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize("device", PLACES)
 def test_tokens_of_an_image_come_in_rows(device, monkeypatch):
-    monkeypatch.setattr("fastlayers.patching.rewrite.regions.CALLS", 1)
+    monkeypatch.setattr("fastlayers.patching.regions.region.CALLS", 1)
     stock = nn.Sequential(Patches(), Residual()).to(device)
     model, images = copy.deepcopy(stock), torch.randn(2, 3, 16, 16, device=device)
     for layer in model:
@@ -1540,7 +1543,7 @@ def test_a_kernel_that_cannot_be_compiled(device, monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(Kernel, "compile", fails)
-    monkeypatch.setattr("fastlayers.patching.rewrite.fusion.compile_together", lambda kernels: kernels[0].compile())
+    monkeypatch.setattr("fastlayers.patching.fusion.kernels.compile_together", lambda kernels: kernels[0].compile())
     module = Modulated().to(device)
     module.__class__ = region_class(Modulated, {})
 
@@ -1584,7 +1587,7 @@ def test_what_was_recorded_runs_without_kernels_that_do_not_work(device, outer, 
 
     monkeypatch.setattr(Kernel, "__call__", call)
     monkeypatch.setattr(executors, "run_generated", lambda kernel, launch, *inputs: call(kernel))
-    monkeypatch.setattr("fastlayers.patching.rewrite.regions.executor_class", lambda: PythonExecutor)
+    monkeypatch.setattr("fastlayers.patching.regions.region.executor_class", lambda: PythonExecutor)
     monkeypatch.setattr(regions, "RAISE_ERRORS", False)  # as users have it
     torch.manual_seed(0)
     module, stock = ((Outer if outer else Modulated)().to(device) for _ in range(2))

@@ -36,10 +36,10 @@ from fastlayers.graphs.state import Counter, Generators, State, begun_collective
 from fastlayers.graphs.words import InWords, concatenated
 from fastlayers.ops.dispatch import needs_operations
 from fastlayers.patching.reasons import PatchError, Reason
+from fastlayers.patching.regions.entries import autocast_state, no_regions
+from fastlayers.patching.regions.patterns import flatten
+from fastlayers.patching.regions.results import Taken, put_together, take_apart
 from fastlayers.patching.rewrite.classes import become
-from fastlayers.patching.rewrite.entries import autocast_state, no_regions
-from fastlayers.patching.rewrite.patterns import flatten
-from fastlayers.patching.rewrite.results import Taken, put_together, take_apart
 
 gpu = needs_gpu
 pytestmark = pytest.mark.usefixtures("deterministic")

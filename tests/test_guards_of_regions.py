@@ -27,9 +27,10 @@ from torch.autograd.function import once_differentiable
 import fastlayers
 from fastlayers.graphs.state import State
 from fastlayers.patching import PatchWarning, Reason
-from fastlayers.patching.rewrite import executors, regions
-from fastlayers.patching.rewrite.entries import no_regions
-from fastlayers.patching.rewrite.regions import Region
+from fastlayers.patching.program import executors
+from fastlayers.patching.regions import region as regions
+from fastlayers.patching.regions.entries import no_regions
+from fastlayers.patching.regions.region import Region
 from fastlayers.patching.runtime.checks import original_class, rewritten_everywhere
 
 logger = logging.getLogger(__name__)

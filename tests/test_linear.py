@@ -21,7 +21,7 @@ import fastlayers
 from fastlayers import backends, functional, patch_model, plan_patch
 from fastlayers.ops import linear, split
 from fastlayers.ops.linear import addmm
-from fastlayers.patching.rewrite.entries import no_regions
+from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.runtime import calls
 
 KERNELS = [

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastlayers import backends, functional
-from fastlayers.patching.rewrite.regions import largest_of
+from fastlayers.patching.regions.region import largest_of
 
 pytest.importorskip("expecttest", reason="torch.testing._internal imports it")
 from torch.testing._internal import common_utils

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 
 from recorded.programs import PROGRAMS, as_on_an_h100, decode, read, text_of
 
-from fastlayers.patching.rewrite import passes
-from fastlayers.patching.rewrite.lint import lint
-from fastlayers.patching.rewrite.program import Operation, Program, Value
+from fastlayers.patching.fusion import passes
+from fastlayers.patching.program.lint import lint
+from fastlayers.patching.program.program import Operation, Program, Value
 
 NAMES = [each.name for each in passes.PASSES]
 aten = torch.ops.aten

@@ -29,13 +29,13 @@ from fastlayers.patching import (
     patch_model,
     patch_report,
     patched,
+    plan,
     plan_patch,
     unpatch_model,
     unpatched,
     verify_patch,
 )
 from fastlayers.patching.measure import verify as verification
-from fastlayers.patching.rewrite import plan
 
 
 class Block(nn.Module):

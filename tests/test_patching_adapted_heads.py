@@ -16,7 +16,7 @@ from torch import nn
 from fastlayers.patching import patch_model
 from fastlayers.patching.libraries.transformers.loss_functions import check_head
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rewrite.results import Taken, put_together, take_apart
+from fastlayers.patching.regions.results import Taken, put_together, take_apart
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:a loss was computed"),

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastlayers.patching import Reason, patch_model, plan_patch, verify_patch
-from fastlayers.patching.rewrite import plan
+from fastlayers.patching import Reason, patch_model, plan, plan_patch, verify_patch
 
 
 class Block(nn.Module):

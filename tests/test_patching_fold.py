@@ -34,9 +34,9 @@ from fastlayers.patching import (
     unfold_batch_norm,
     unpatch_model,
 )
-from fastlayers.patching.rewrite import regions
-from fastlayers.patching.rewrite.entries import no_regions
-from fastlayers.patching.rewrite.regions import CALLS
+from fastlayers.patching.regions import region as regions
+from fastlayers.patching.regions.entries import no_regions
+from fastlayers.patching.regions.region import CALLS
 from fastlayers.patching.runtime import convolution, folded_layers
 
 
@@ -445,7 +445,7 @@ def test_norms_that_follow_other_layers_elsewhere(monkeypatch):
     net = warmed(nn.Sequential(nn.Sequential(OneOrder()), nn.Sequential(OtherOrder())), torch.randn(2, 8, 6, 6))
     expected = infer(net, torch.ones(2, 8, 6, 6))
     for most in ("MAX_MODULES", "MAX_WHOLE"):
-        monkeypatch.setattr(f"fastlayers.patching.rewrite.plan.{most}", 6)
+        monkeypatch.setattr(f"fastlayers.patching.plan.{most}", 6)
     fold_batch_norm(patch_model(net))
     for _ in range(CALLS + 1):
         torch.testing.assert_close(infer(net, torch.ones(2, 8, 6, 6)), expected)

@@ -27,7 +27,7 @@ from fastlayers.patching import (
     verify_patch,
 )
 from fastlayers.patching.ir.known_functions import fused_rotary, is_rotary
-from fastlayers.patching.rewrite import regions
+from fastlayers.patching.regions import region as regions
 
 
 def images(size=32):

@@ -17,7 +17,7 @@ import fastlayers
 from fastlayers import modules
 from fastlayers.patching import patch_model, patch_report, plan_patch, unpatch_model, verify_patch
 from fastlayers.patching.reasons import PatchWarning
-from fastlayers.patching.rewrite.results import Taken, put_together, take_apart
+from fastlayers.patching.regions.results import Taken, put_together, take_apart
 from fastlayers.patching.runtime.lazy import LazyTensor
 
 

@@ -11,11 +11,11 @@ from harness import DEVICES
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastlayers.ops import batch_norm, elementwise
-from fastlayers.patching.rewrite.executors import KEYS, Facts, PythonExecutor, excluding
-from fastlayers.patching.rewrite.program import Operation, Program, Value, plain_name
-from fastlayers.patching.rewrite.regions import agree
-from fastlayers.patching.rewrite.sums_after_norms import with_residuals
-from fastlayers.patching.rewrite.tape import Tape
+from fastlayers.patching.fusion.sums_after_norms import with_residuals
+from fastlayers.patching.program.executors import KEYS, Facts, PythonExecutor, excluding
+from fastlayers.patching.program.program import Operation, Program, Value, plain_name
+from fastlayers.patching.program.tape import Tape
+from fastlayers.patching.regions.region import agree
 
 ops = torch.ops.fastlayers
 pytestmark = pytest.mark.skipif(not hasattr(ops, "batch_norm_train"), reason="csrc is not built")

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastlayers.patching import PatchWarning, Reason, patch_model, plan_patch, unpatch_model
-from fastlayers.patching.rewrite import plan
+from fastlayers.patching import PatchWarning, Reason, patch_model, plan, plan_patch, unpatch_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::fastlayers.patching.PatchWarning")
 

@@ -40,7 +40,7 @@ from fastlayers.patching import (
     unpatch_model,
     verify_patch,
 )
-from fastlayers.patching.rewrite.regions import Region
+from fastlayers.patching.regions.region import Region
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),

@@ -37,12 +37,14 @@ from fastlayers import backends, functional
 from fastlayers.graphs.state import Counter as Operations
 from fastlayers.graphs.words import InWords
 from fastlayers.ops import dispatch, elementwise, rotary, squeeze_excite
+from fastlayers.patching import plan
+from fastlayers.patching.program import executors
+from fastlayers.patching.program.executors import Facts, executor_class
+from fastlayers.patching.program.tape import Tape
 from fastlayers.patching.reasons import PatchWarning, Refusal
-from fastlayers.patching.rewrite import executors, plan, regions
-from fastlayers.patching.rewrite.entries import no_regions
-from fastlayers.patching.rewrite.executors import Facts, executor_class
-from fastlayers.patching.rewrite.regions import MAX_RECORDINGS, Region, region_class, size_of
-from fastlayers.patching.rewrite.tape import Tape
+from fastlayers.patching.regions import region as regions
+from fastlayers.patching.regions.entries import no_regions
+from fastlayers.patching.regions.region import MAX_RECORDINGS, Region, region_class, size_of
 
 
 class Attention(nn.Module):

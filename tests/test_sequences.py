@@ -44,9 +44,9 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fastlayers
 from fastlayers.graphs.capture import Capture
-from fastlayers.patching.rewrite import regions
+from fastlayers.patching.regions import region as regions
+from fastlayers.patching.regions.region import Region
 from fastlayers.patching.rewrite.classes import Generated
-from fastlayers.patching.rewrite.regions import Region
 
 MODES = {
     "grad": nullcontext, "more grad": nullcontext, "most grad": nullcontext, "checkpoint": nullcontext,

@@ -1,6 +1,6 @@
 // A recorded forward and its backward, run as one node of autograd.
 //
-// Python records the operations of a module's forward and backward (patching/rewrite/tape.py) and describes them to a
+// Python records the operations of a module's forward and backward (patching/program/tape.py) and describes them to a
 // Region: operations, what they take, which values the backward needs. A call then runs the forward below autograd and
 // autocast and makes one node, which runs the backward in the same way. Python has tested by then that the call is one
 // of those that were recorded.

@@ -22,10 +22,10 @@ from fastlayers.graphs.words import InWords
 from fastlayers.ops.dispatch import PLAIN, KeptAsIs, kept_as_is
 from fastlayers.ops.dtensor import Whole, differentiable_shard_of, memory_of, shard_of
 from fastlayers.patching.capture.syntax import is_ours
-from fastlayers.patching.rewrite.entries import autocast_as, autocast_state, drawing, random_state
-from fastlayers.patching.rewrite.patterns import Flat, unflatten
-from fastlayers.patching.rewrite.regions import text_of
-from fastlayers.patching.rewrite.results import OpaqueError, Taken, put_together, take_apart, tensors_in
+from fastlayers.patching.regions.entries import autocast_as, autocast_state, drawing, random_state
+from fastlayers.patching.regions.patterns import Flat, unflatten
+from fastlayers.patching.regions.region import text_of
+from fastlayers.patching.regions.results import OpaqueError, Taken, put_together, take_apart, tensors_in
 from fastlayers.patching.runtime.checks import original_class
 
 __all__ = ["COMMUNICATES", "Capture", "capturing"]
@@ -65,7 +65,7 @@ class Capture:
     Args:
         module: whose class is a graphed one.
         present: the forward of the class below it.
-        pattern, given: the arguments, as :func:`fastlayers.patching.rewrite.regions.flatten` gives them.
+        pattern, given: the arguments, as :func:`fastlayers.patching.regions.region.flatten` gives them.
         used: the numbers of the results that received a gradient in calls before.
         draws: whether the forward draws random numbers on the GPU.
         state: of the module.

@@ -15,12 +15,12 @@ from fastlayers.graphs.capture import COMMUNICATES, Capture, capturing
 from fastlayers.graphs.pool import Pool
 from fastlayers.graphs.state import Counter, Generators, State, UncapturedError, draw, storage, waits
 from fastlayers.patching.capture.syntax import containers_in, contents, same_items
+from fastlayers.patching.plan import refuse_kind
 from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.regions.entries import random_state
+from fastlayers.patching.regions.patterns import NONE, flatten
+from fastlayers.patching.regions.results import OpaqueError, Taken, put_together, take_apart
 from fastlayers.patching.rewrite.classes import become, check_subclassing, is_sharded, seal
-from fastlayers.patching.rewrite.entries import random_state
-from fastlayers.patching.rewrite.patterns import NONE, flatten
-from fastlayers.patching.rewrite.plan import refuse_kind
-from fastlayers.patching.rewrite.results import OpaqueError, Taken, put_together, take_apart
 from fastlayers.patching.runtime.checks import original_class
 
 __all__ = ["Graphs", "Signature", "graph_module", "graphs_of", "is_graphed", "release_module"]

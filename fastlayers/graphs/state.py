@@ -26,8 +26,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from fastlayers.ops.dispatch import PLAIN, QuietMode, is_dtensor
 from fastlayers.ops.dtensor import handlers, memory_of
 from fastlayers.patching.capture.lookups import called_by, package, parts_of
-from fastlayers.patching.rewrite.regions import attentions
-from fastlayers.patching.rewrite.tape import communicates
+from fastlayers.patching.program.tape import communicates
+from fastlayers.patching.regions.region import attentions
 from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS, original_class
 
 __all__ = ["Counter", "Generators", "State", "UncapturedError", "begun_collectives", "draw", "storage", "waits"]

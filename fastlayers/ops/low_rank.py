@@ -1,7 +1,7 @@
 """What an adapter adds to the result of a layer, y + scale·(dropout(x)·Aᵀ)·Bᵀ: autograd, and which calls have kernels.
 
 Where a region records a forward, its program has the products of the layer as well: see
-:mod:`fastlayers.patching.rewrite.sums_of_products`.
+:mod:`fastlayers.patching.fusion.sums_of_products`.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from fastlayers.patching.ir.view import View
 from fastlayers.patching.libraries.adapters import Adapter, register_adapter
 from fastlayers.patching.measure.profile import Measurement, ProfileReport, profile_patch
 from fastlayers.patching.measure.verify import Comparison, VerifyReport, verify_patch
+from fastlayers.patching.plan import patched, unpatched
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.report import PatchReport, Row
-from fastlayers.patching.rewrite.plan import patched, unpatched
 from fastlayers.patching.rules import register_rule
 from fastlayers.patching.rules.base import GraphRule, Match, ModuleRule
 

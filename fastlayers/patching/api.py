@@ -9,10 +9,7 @@ from torch import nn
 
 from fastlayers.patching.measure.runs import arguments
 from fastlayers.patching.measure.traffic import bytes_saved
-from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.report import PatchReport
-from fastlayers.patching.rewrite.classes import become, is_folded, without_sharding
-from fastlayers.patching.rewrite.plan import (
+from fastlayers.patching.plan import (
     FilterFn,
     Pattern,
     carry_out,
@@ -23,7 +20,10 @@ from fastlayers.patching.rewrite.plan import (
     swap,
     warn_of_stuck,
 )
-from fastlayers.patching.rewrite.regions import errors_of
+from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.regions.region import errors_of
+from fastlayers.patching.report import PatchReport
+from fastlayers.patching.rewrite.classes import become, is_folded, without_sharding
 from fastlayers.patching.runtime.checks import original_class
 from fastlayers.patching.runtime.folded_layers import forget
 

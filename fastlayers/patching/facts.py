@@ -14,7 +14,7 @@ __all__ = ["FACTS", "Fact"]
 #: Where a guard is, as ``room.module:name``, and what it, or the ``check`` of a class, gives where the fact holds.
 Guards: TypeAlias = Mapping[str, Any]
 
-LOOKUPS, READERS, REGIONS = "patching.capture.lookups:", "patching.rewrite.readers:", "patching.rewrite.regions:"
+LOOKUPS, READERS, REGIONS = "patching.capture.lookups:", "patching.regions.readers:", "patching.regions.region:"
 CHECKS, HEADS, STATE = "patching.runtime.checks:", "patching.libraries.heads:", "graphs.state:State."
 
 VALUES: Guards = {READERS + "values_of": [], READERS + "floats_of": []}

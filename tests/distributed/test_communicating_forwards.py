@@ -21,7 +21,7 @@ from fastlayers.graphs.state import Counter, State, UncapturedError
 from fastlayers.ops import vocab_parallel
 from fastlayers.ops.dtensor import Whole, differentiable_shard_of, shard_of
 from fastlayers.patching.libraries.transformers import attention_masks
-from fastlayers.patching.rewrite.regions import Region
+from fastlayers.patching.regions.region import Region
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 
 WORLD, WIDTH, CLASSES = 2, 16, 1100

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fastlayers
-from fastlayers.patching.rewrite import regions
-from fastlayers.patching.rewrite.regions import Region
+from fastlayers.patching.regions import region as regions
+from fastlayers.patching.regions.region import Region
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 
 SEQUENCES, STEPS = 10 if PARTS_OF_ALL == 1 else 200, 12

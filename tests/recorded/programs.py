@@ -29,9 +29,10 @@ from triton import JITFunction
 from fastlayers import backends
 from fastlayers.kernels.generated import Kernel
 from fastlayers.kernels.launch import Launch, Producer, Result, multiprocessors
-from fastlayers.patching.rewrite import fusion, specialised
-from fastlayers.patching.rewrite.passes import fused
-from fastlayers.patching.rewrite.program import Operation, Program, Value, storage
+from fastlayers.patching.fusion import kernels as fusion
+from fastlayers.patching.fusion import specialised
+from fastlayers.patching.fusion.passes import fused
+from fastlayers.patching.program.program import Operation, Program, Value, storage
 
 __all__ = ["NETWORKS", "decode", "encode", "expected_texts", "fused_texts", "read", "text_of", "write"]
 

@@ -21,7 +21,8 @@ from programs import decode, encode, text_of, write
 
 import fastlayers
 from benchmarks.networks import NETWORKS as ALL
-from fastlayers.patching.rewrite import fusion, passes
+from fastlayers.patching.fusion import kernels as fusion
+from fastlayers.patching.fusion import passes
 
 NETWORKS = {network.name: network for network in ALL}
 CALLS = 3  # the second one is recorded

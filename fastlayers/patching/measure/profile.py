@@ -25,9 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fastlayers.patching.measure.runs import buffers_aside, loss_or_outputs, rng_state, trains, unwrap
+from fastlayers.patching.plan import unpatched
 from fastlayers.patching.report import Report, readable
 from fastlayers.patching.rewrite.classes import working
-from fastlayers.patching.rewrite.plan import unpatched
 from fastlayers.patching.runtime.checks import original_class
 from fastlayers.tables import Table
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from fastlayers.patching.plan import patched
 from fastlayers.patching.rewrite.classes import is_patched
-from fastlayers.patching.rewrite.plan import patched
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, AbstractContextManager[Any]]:

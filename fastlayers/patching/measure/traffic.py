@@ -28,8 +28,8 @@ from fastlayers.ops import layer_norm as ops
 from fastlayers.ops.dispatch import Mode
 from fastlayers.patching.measure.runs import buffers_aside, rng_state, trains
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
+from fastlayers.patching.plan import unpatched
 from fastlayers.patching.rewrite.classes import is_fused
-from fastlayers.patching.rewrite.plan import unpatched
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 
 __all__ = ["bytes_saved"]

@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_flatten, tree_map
 from fastlayers.ops.residual import masks_of_torch
 from fastlayers.patching.measure.runs import rng_state, seed_everything, standing_in, unwrap
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
+from fastlayers.patching.plan import unpatched
 from fastlayers.patching.reasons import PatchWarning
+from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.report import Report
 from fastlayers.patching.rewrite.classes import working
-from fastlayers.patching.rewrite.entries import no_regions
-from fastlayers.patching.rewrite.plan import unpatched
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 from fastlayers.patching.runtime.lazy import LATE, LazyTensor
 from fastlayers.tables import Table

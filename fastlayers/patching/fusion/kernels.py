@@ -23,8 +23,8 @@ from torch import Tensor
 
 from fastlayers.kernels.affine import Index
 from fastlayers.kernels.generated import FORMULAS, ROWS, SUMS, Kernel, Result, casts, compile_together
-from fastlayers.patching.rewrite.absorption import kernel_name
-from fastlayers.patching.rewrite.fusable import (
+from fastlayers.patching.fusion.absorption import kernel_name
+from fastlayers.patching.fusion.fusable import (
     CASTS,
     FILLED,
     FLOATING,
@@ -36,9 +36,9 @@ from fastlayers.patching.rewrite.fusable import (
     rounded_later,
     spelled,
 )
-from fastlayers.patching.rewrite.kernel_writer import KernelWriter, NotFusableError, row_length
-from fastlayers.patching.rewrite.lowering import IN_PLACE, lowered
-from fastlayers.patching.rewrite.program import (
+from fastlayers.patching.fusion.kernel_writer import KernelWriter, NotFusableError, row_length
+from fastlayers.patching.fusion.lowering import IN_PLACE, lowered
+from fastlayers.patching.program.program import (
     Operation,
     Program,
     Value,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastlayers.patching.rewrite.fusable import is_dense
-from fastlayers.patching.rewrite.program import is_kernel
-from fastlayers.patching.rewrite.tape import Tape
+from fastlayers.patching.fusion.fusable import is_dense
+from fastlayers.patching.program.program import is_kernel
+from fastlayers.patching.program.tape import Tape
 
 __all__ = ["in_rows"]
 

@@ -15,9 +15,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fastlayers.patching.rewrite.executors import KEYS, excluding
-from fastlayers.patching.rewrite.fusable import is_dense, spelled
-from fastlayers.patching.rewrite.program import (
+from fastlayers.patching.fusion.fusable import is_dense, spelled
+from fastlayers.patching.fusion.specialised import factor_of
+from fastlayers.patching.program.executors import KEYS, excluding
+from fastlayers.patching.program.program import (
     Operation,
     Program,
     Value,
@@ -28,7 +29,6 @@ from fastlayers.patching.rewrite.program import (
     with_names,
     with_tensors,
 )
-from fastlayers.patching.rewrite.specialised import factor_of
 
 __all__ = ["with_given_layouts", "with_scales"]
 

@@ -3,7 +3,7 @@
 Most of the host's time in a step is spent on deciding what to do: calls of modules, checks of shapes and modes, one
 autograd node for each operation. All of that has the same outcome in every step. A region decides once: at the second
 call with a signature :mod:`fastlayers.patching.capture.reads` finds what Python decides by, and
-:mod:`fastlayers.patching.rewrite.tape` what is computed, forward and backward. Later calls test one guard and run these
+:mod:`fastlayers.patching.program.tape` what is computed, forward and backward. Later calls test one guard and run these
 operations. Where the guard fails, the forward runs as it did: rewritten, with its fused ops.
 """
 
@@ -35,19 +35,7 @@ from fastlayers.patching.capture.reads import load_fake_tensors, read_by
 from fastlayers.patching.capture.rebuild import arguments_source
 from fastlayers.patching.capture.syntax import is_ours
 from fastlayers.patching.libraries.adapters import adapters, decorated, takes_former_names, undecorated
-from fastlayers.patching.reasons import PatchWarning, Reason, Refusal
-from fastlayers.patching.rewrite.classes import seal
-from fastlayers.patching.rewrite.entries import (
-    NO_AUTOCAST,
-    Again,
-    Entry,
-    autocast_as,
-    no_regions,
-    op_by_op,
-    random_state,
-    restore_random_state,
-)
-from fastlayers.patching.rewrite.executors import (
+from fastlayers.patching.program.executors import (
     KEYS,
     Executor,
     Facts,
@@ -57,9 +45,21 @@ from fastlayers.patching.rewrite.executors import (
     executor_class,
     items,
 )
-from fastlayers.patching.rewrite.generate import left_behind_source, signature_source
-from fastlayers.patching.rewrite.partial_backward import geometries
-from fastlayers.patching.rewrite.patterns import (
+from fastlayers.patching.program.program import depends_on, plain_name, storage
+from fastlayers.patching.program.tape import Tape
+from fastlayers.patching.reasons import PatchWarning, Reason, Refusal
+from fastlayers.patching.regions.entries import (
+    NO_AUTOCAST,
+    Again,
+    Entry,
+    autocast_as,
+    no_regions,
+    op_by_op,
+    random_state,
+    restore_random_state,
+)
+from fastlayers.patching.regions.partial_backward import geometries
+from fastlayers.patching.regions.patterns import (
     LEAVES,
     NESTED,
     NONE,
@@ -68,11 +68,11 @@ from fastlayers.patching.rewrite.patterns import (
     unflatten,
     without_repeats,
 )
-from fastlayers.patching.rewrite.program import depends_on, plain_name, storage
-from fastlayers.patching.rewrite.readers import Reader
-from fastlayers.patching.rewrite.results import OpaqueError, Place, Taken, put_together, take_apart
-from fastlayers.patching.rewrite.stand_ins import stand_in
-from fastlayers.patching.rewrite.tape import Tape
+from fastlayers.patching.regions.readers import Reader
+from fastlayers.patching.regions.results import OpaqueError, Place, Taken, put_together, take_apart
+from fastlayers.patching.regions.stand_ins import stand_in
+from fastlayers.patching.rewrite.classes import seal
+from fastlayers.patching.rewrite.generate import left_behind_source, signature_source
 from fastlayers.patching.runtime.checks import check_defaults, original_class, stock_forwards
 
 __all__ = ["FEW_MODULES", "Region", "attentions", "errors_of", "region_class", "size_of", "text_of"]
@@ -478,7 +478,7 @@ class Region:
                 raise Refusal(Reason.LOGITS_USED, "computed when somebody uses them")
             results = taken[len(inputs) :]
             if generates:
-                from fastlayers.patching.rewrite.layouts import in_rows  # needs Triton
+                from fastlayers.patching.fusion.layouts import in_rows  # needs Triton
 
                 viewed = {number - len(inputs) for number, _ in taken.views}
                 results = [t if i in viewed else in_rows(tape, t) for i, t in enumerate(results)]
@@ -521,7 +521,7 @@ class Region:
         entry.geometry = geometries(program, tape.values) if len(active) > 1 else {}
         generated = None
         if generates:
-            from fastlayers.patching.rewrite.passes import fused  # needs Triton
+            from fastlayers.patching.fusion.passes import fused  # needs Triton
 
             with self.reported("fusing"):
                 generated = execute(fused(program, self.note_error), entry.facts)
@@ -655,7 +655,7 @@ def region_class(
         raise Refusal(Reason.SIGNATURE, "a parameter called self that is not the first")
     load_fake_tensors()
     if backends.problem("triton") is None:
-        import_module("fastlayers.patching.rewrite.passes")  # In a call its imports would keep tensors as well.
+        import_module("fastlayers.patching.fusion.passes")  # In a call its imports would keep tensors as well.
     original = present.__dict__.get("__fastlayers_original__", present)
     name, region = getattr(present, "__fastlayers_name__", f"Fused{original.__name__}"), Region(present, infers_only)
     namespace: dict[str, Any] = {

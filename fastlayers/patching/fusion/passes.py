@@ -15,17 +15,17 @@ from functools import cache
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastlayers.patching.rewrite import lint
-from fastlayers.patching.rewrite.absorption import absorbed
-from fastlayers.patching.rewrite.attention import with_given_layouts, with_scales
-from fastlayers.patching.rewrite.fusion import with_kernels, with_numbers, without_repetitions
-from fastlayers.patching.rewrite.program import Program
-from fastlayers.patching.rewrite.residual_products import with_residual_products
-from fastlayers.patching.rewrite.specialised import specialised
-from fastlayers.patching.rewrite.sums_after_norms import with_residuals
-from fastlayers.patching.rewrite.sums_of_products import with_sums_of_products
-from fastlayers.patching.rewrite.thin_products import with_thin_products
-from fastlayers.patching.rewrite.values_again import with_values_again
+from fastlayers.patching.fusion.absorption import absorbed
+from fastlayers.patching.fusion.attention import with_given_layouts, with_scales
+from fastlayers.patching.fusion.kernels import with_kernels, with_numbers, without_repetitions
+from fastlayers.patching.fusion.residual_products import with_residual_products
+from fastlayers.patching.fusion.specialised import specialised
+from fastlayers.patching.fusion.sums_after_norms import with_residuals
+from fastlayers.patching.fusion.sums_of_products import with_sums_of_products
+from fastlayers.patching.fusion.thin_products import with_thin_products
+from fastlayers.patching.fusion.values_again import with_values_again
+from fastlayers.patching.program import lint
+from fastlayers.patching.program.program import Program
 
 __all__ = ["PASSES", "Pass", "fused"]
 

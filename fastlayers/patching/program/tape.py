@@ -3,7 +3,7 @@
 A call is run once under :class:`Tape`, which sees every operation below autograd and autocast, and then its backward,
 whose operations autograd chooses: a product contributes ``addmm`` and later two ``mm``, a fused op its raw kernels.
 The same calls in the same order, without the machinery that chose them, are the region's forward and backward, which
-:mod:`fastlayers.patching.rewrite.executors` runs.
+:mod:`fastlayers.patching.program.executors` runs.
 
 Values are told apart by the memory that they occupy. While a tape is recorded all its tensors stay alive, so a tensor
 at the same address with the same geometry is the same value, also when autograd or a view made another Python object.
@@ -20,8 +20,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastlayers.ops.dispatch import Mode
+from fastlayers.patching.program.program import STATISTICS, Operation, Program, Value, alive, is_kernel, storage
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rewrite.program import STATISTICS, Operation, Program, Value, alive, is_kernel, storage
 
 __all__ = ["Tape", "communicates"]
 

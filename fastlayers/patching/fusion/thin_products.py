@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastlayers import backends
 from fastlayers.kernels.low_rank import most_parts, thin_kernels, thin_product, thin_products
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.rewrite.fusable import spelled
-from fastlayers.patching.rewrite.program import Operation, Program, Value, storage
+from fastlayers.patching.fusion.fusable import spelled
+from fastlayers.patching.program.program import Operation, Program, Value, storage
 
 __all__ = ["with_thin_products"]
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from fastlayers.ops import dispatch
 from fastlayers.ops.autocast import Given, version_of
+from fastlayers.patching.program.executors import KEYS, Executor, Facts, excluding, executor_class
+from fastlayers.patching.program.program import Program
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rewrite.executors import KEYS, Executor, Facts, excluding, executor_class
-from fastlayers.patching.rewrite.partial_backward import Geometry, without_gradients
-from fastlayers.patching.rewrite.patterns import Flat, unflatten
-from fastlayers.patching.rewrite.program import Program
-from fastlayers.patching.rewrite.readers import Reader
-from fastlayers.patching.rewrite.results import Taken, take_apart
+from fastlayers.patching.regions.partial_backward import Geometry, without_gradients
+from fastlayers.patching.regions.patterns import Flat, unflatten
+from fastlayers.patching.regions.readers import Reader
+from fastlayers.patching.regions.results import Taken, take_apart
 
 __all__ = [
     "NO_AUTOCAST",

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
-from fastlayers.patching.rewrite.absorption import kernel_name
-from fastlayers.patching.rewrite.executors import KEYS, excluding
-from fastlayers.patching.rewrite.fusable import is_fusable, spelled
-from fastlayers.patching.rewrite.program import (
+from fastlayers.patching.fusion.absorption import kernel_name
+from fastlayers.patching.fusion.fusable import is_fusable, spelled
+from fastlayers.patching.program.executors import KEYS, excluding
+from fastlayers.patching.program.program import (
     Operation,
     Program,
     alive,
@@ -29,7 +29,7 @@ from fastlayers.patching.rewrite.program import (
     with_names,
     with_tensors,
 )
-from fastlayers.patching.rewrite.tape import Tape
+from fastlayers.patching.program.tape import Tape
 
 __all__ = ["DERIVATIVES", "IN_PLACE", "LOWERINGS", "lowered"]
 

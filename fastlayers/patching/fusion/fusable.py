@@ -24,7 +24,7 @@ from fastlayers.kernels.generated import (
     accumulator_of,
     number,
 )
-from fastlayers.patching.rewrite.program import Operation, Value, is_followed, map_values
+from fastlayers.patching.program.program import Operation, Value, is_followed, map_values
 
 __all__ = [
     "CASTS",

@@ -30,10 +30,10 @@ from fastlayers.ops.activations import ACTIVATIONS
 from fastlayers.ops.gather import COLUMNS
 from fastlayers.ops.low_rank import BESIDE, LARGEST_RANK, draws_the_same
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.rewrite.absorption import kernel_name
-from fastlayers.patching.rewrite.fusable import CASTS, FILLED, in_new_memory, is_dense, is_fusable, spelled
-from fastlayers.patching.rewrite.lowering import LOWERINGS
-from fastlayers.patching.rewrite.program import (
+from fastlayers.patching.fusion.absorption import kernel_name
+from fastlayers.patching.fusion.fusable import CASTS, FILLED, in_new_memory, is_dense, is_fusable, spelled
+from fastlayers.patching.fusion.lowering import LOWERINGS
+from fastlayers.patching.program.program import (
     Operation,
     Program,
     Value,

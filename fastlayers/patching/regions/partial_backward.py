@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fastlayers.patching.rewrite.program import Operation, Program, Value, alive, keeping, overwritten, storage
+from fastlayers.patching.program.program import Operation, Program, Value, alive, keeping, overwritten, storage
 
 __all__ = ["Geometry", "geometries", "without_gradients"]
 

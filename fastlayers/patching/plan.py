@@ -26,6 +26,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from fastlayers.patching.ir.spellings import FRESH_LAYERS_OF_LIBRARIES
 from fastlayers.patching.libraries.adapters import adapters
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
+from fastlayers.patching.regions.region import FEW_MODULES, region_class, size_of, text_of
 from fastlayers.patching.report import QUIET, PatchReport, Row
 from fastlayers.patching.rewrite.alike import Outcomes
 from fastlayers.patching.rewrite.classes import (
@@ -44,7 +45,6 @@ from fastlayers.patching.rewrite.classes import (
 )
 from fastlayers.patching.rewrite.engine import Fused
 from fastlayers.patching.rewrite.forwards import fuse
-from fastlayers.patching.rewrite.regions import FEW_MODULES, region_class, size_of, text_of
 from fastlayers.patching.rewrite.segments import fuse_segments
 from fastlayers.patching.rules import FOLDING_RULES, graph_rules, module_rules
 from fastlayers.patching.rules.base import ModuleRule

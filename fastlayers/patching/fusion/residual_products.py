@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.rewrite.fusable import spelled
-from fastlayers.patching.rewrite.program import Operation, Program, Value, base_of, makers_of, storage, written
+from fastlayers.patching.fusion.fusable import spelled
+from fastlayers.patching.program.program import Operation, Program, Value, base_of, makers_of, storage, written
 
 __all__ = ["with_residual_products"]
 

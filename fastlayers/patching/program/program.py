@@ -1,7 +1,7 @@
 """A recorded program: torch's operations and our kernels on named values, forward and backward.
 
-:mod:`fastlayers.patching.rewrite.tape` records one, :mod:`fastlayers.patching.rewrite.passes` rewrites it, and
-:mod:`fastlayers.patching.rewrite.executors` runs it.
+:mod:`fastlayers.patching.program.tape` records one, :mod:`fastlayers.patching.fusion.passes` rewrites it, and
+:mod:`fastlayers.patching.program.executors` runs it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fastlayers.patching.rewrite.program import Operation, Program
+from fastlayers.patching.program.program import Operation, Program
 
 __all__ = ["ENABLED", "lint"]
 

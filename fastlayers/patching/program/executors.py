@@ -20,7 +20,7 @@ from fastlayers.build import platform_problem, regions_library
 from fastlayers.ops import dispatch
 from fastlayers.ops.autocast import Given
 from fastlayers.patching.capture.recording import has_literal
-from fastlayers.patching.rewrite.program import Operation, Program, Value, map_values, plain_name
+from fastlayers.patching.program.program import Operation, Program, Value, map_values, plain_name
 
 __all__ = [
     "KEYS",

@@ -24,14 +24,14 @@ from fastlayers import backends
 from fastlayers.kernels.low_rank import MOST_PARTS, all_parts, wide_kernel
 from fastlayers.ops.low_rank import LARGEST_RANK
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.rewrite.fusable import CASTS, spelled
-from fastlayers.patching.rewrite.program import (
+from fastlayers.patching.fusion.fusable import CASTS, spelled
+from fastlayers.patching.fusion.specialised import factor_of
+from fastlayers.patching.program.program import (
     Operation,
     Program,
     Value,
     storage,
 )
-from fastlayers.patching.rewrite.specialised import factor_of
 
 __all__ = ["with_sums_of_products"]
 

@@ -16,8 +16,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.rewrite.fusable import CASTS, is_dense, is_fusable, spelled
-from fastlayers.patching.rewrite.program import (
+from fastlayers.patching.fusion.fusable import CASTS, is_dense, is_fusable, spelled
+from fastlayers.patching.program.program import (
     Operation,
     Program,
     Value,

@@ -27,7 +27,7 @@ from fastlayers.kernels.generated import (
     reduction,
     rows,
 )
-from fastlayers.patching.rewrite.fusable import (
+from fastlayers.patching.fusion.fusable import (
     CHOICES,
     COPIES,
     FILLED,
@@ -41,7 +41,7 @@ from fastlayers.patching.rewrite.fusable import (
     row_dim,
     spelled,
 )
-from fastlayers.patching.rewrite.program import Operation, Value, map_values
+from fastlayers.patching.program.program import Operation, Value, map_values
 
 __all__ = ["KernelWriter", "NotFusableError", "row_length"]
 
@@ -79,7 +79,7 @@ def varies(index: Index) -> bool:
 
 
 class Source(Protocol):
-    """What a writer knows of the operations: :class:`fastlayers.patching.rewrite.fusion.Fusion`."""
+    """What a writer knows of the operations: :class:`fastlayers.patching.fusion.kernels.Fusion`."""
 
     given: list[Operation]
     values: Mapping[str, Tensor]

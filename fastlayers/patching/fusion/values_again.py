@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastlayers.kernels.low_rank import thin_product
-from fastlayers.patching.rewrite.absorption import kernel_name
-from fastlayers.patching.rewrite.fusable import spelled
-from fastlayers.patching.rewrite.program import Operation, Program, keeping, with_names
+from fastlayers.patching.fusion.absorption import kernel_name
+from fastlayers.patching.fusion.fusable import spelled
+from fastlayers.patching.program.program import Operation, Program, keeping, with_names
 
 __all__ = ["with_values_again"]
 

@@ -1,0 +1,1 @@
+"""The passes over a recorded program, and the generated kernels."""

@@ -1,0 +1,1 @@
+"""Recorded programs: what they are made of, the tape that records them, and what runs them."""

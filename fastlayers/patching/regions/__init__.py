@@ -1,0 +1,1 @@
+"""Regions: which calls of a module run which recorded program."""
