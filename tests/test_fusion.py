@@ -35,8 +35,8 @@ from fastlayers.ops import glu, reference
 from fastlayers.ops import low_rank as ops
 from fastlayers.ops.activations import BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
-from fastlayers.patching.fusion import fusable, specialised, thin_products
 from fastlayers.patching.fusion import kernels as fusion
+from fastlayers.patching.fusion import specialised, thin_products
 from fastlayers.patching.fusion.absorption import absorbed
 from fastlayers.patching.fusion.fusable import rounded_later
 from fastlayers.patching.fusion.lowering import DERIVATIVES, LOWERINGS
@@ -44,7 +44,7 @@ from fastlayers.patching.fusion.passes import fused
 from fastlayers.patching.fusion.residual_products import with_residual_products
 from fastlayers.patching.program import executors
 from fastlayers.patching.program.executors import KEYS, Facts, PythonExecutor, excluding
-from fastlayers.patching.program.program import Operation, Program, Value, plain_name
+from fastlayers.patching.program.program import Operation, Program, Value, plain_name, written
 from fastlayers.patching.program.tape import Tape
 from fastlayers.patching.reasons import PatchWarning, Reason
 from fastlayers.patching.regions import region as regions
@@ -362,7 +362,7 @@ def test_statistics_are_declared():
     with tape:
         F.batch_norm(x, mean, var, training=True)
     (operation,) = (each for each in tape.operations if each.effect)
-    assert fusable.written(operation) == ["x1", "x2"]
+    assert written(operation) == ["x1", "x2"]
 
 
 def test_what_reads_a_buffer_can_be_fused():

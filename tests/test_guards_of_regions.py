@@ -900,8 +900,8 @@ def failing(error):
 )
 @pytest.mark.parametrize(
     "place",
-    ["capture.reads.Watch.fake", "capture.reads.Watch.read", "capture.reads.Watch.kind", "rewrite.readers.places",
-     "rewrite.regions.Reader", "rewrite.regions.agree", "rewrite.tape.Tape.program", "capture.trace.Trace.record",
+    ["capture.reads.Watch.fake", "capture.reads.Watch.read", "capture.reads.Watch.kind", "regions.readers.places",
+     "regions.region.Reader", "regions.region.agree", "program.tape.Tape.program", "capture.trace.Trace.record",
      "capture.trace.Trace.constant", "capture.trace.Trace.run_segment", "capture.trace.Trace.run_child"],
 )  # fmt: skip
 def test_an_error_of_ours_is_no_refusal(place, error, monkeypatch):
