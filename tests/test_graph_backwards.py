@@ -218,6 +218,22 @@ def test_an_argument_that_is_written():
 
 
 @gpu
+def test_a_forward_that_differentiates():
+    """torch.func allows no hooks on saved tensors, by which a capture learns what its backward reads."""
+
+    class Slopes(Scaled):
+        def forward(self, x):
+            y = super().forward(x)
+            return y + torch.func.grad(lambda z: z.tanh().square().sum())(y)
+
+    found, x = [], rows()
+    for model in pair(Slopes):
+        y, wanted = model(x).square().sum(), parameters(model)
+        found.append(torch.autograd.grad(y, wanted))
+    assert_same(found)
+
+
+@gpu
 def test_memory_that_is_written_over_is_seen(checked, monkeypatch):
     """What a backward needs is not copied: the debugging mode sees other gradients."""
     _, graphed = pair()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any
@@ -98,6 +98,7 @@ class Capture:
         self._number = pool.number()
         self._pending: ReferenceType[Call] | None = None
         self.inputs = [like(t) for t in given]
+        self._saved = Storages()
         torch.cuda.empty_cache()
         before, begun = torch.cuda.memory_reserved(self.device), begun_collectives()
         with _lock, no_graphs(), torch.cuda.device(self.device):
@@ -106,7 +107,14 @@ class Capture:
             leaves = [nn.Parameter(p.detach()) for p in parameters]
             try:
                 with substituted(module, parameters, leaves), InWords() if state.is_parallel else nullcontext():
-                    self._capture_forward(module, pattern)
+                    try:
+                        self._capture_forward(module, pattern, hooked=True)
+                    except UncapturedError as error:
+                        if "saved tensor hooks" not in str(error):
+                            raise
+                        # torch.func inside of the forward allows none. The backward may read all of the module then.
+                        self._saved.found = {storage(memory_of(t)) for t in (*state.constant, *parameters)}
+                        self._capture_forward(module, pattern, hooked=False)
                     self._capture_backward(parameters, leaves, used)
             finally:
                 torch.clear_autocast_cache()
@@ -119,15 +127,14 @@ class Capture:
 
     # -- capturing -----------------------------------------------------------------------------------------------
 
-    def _capture_forward(self, module: nn.Module, pattern: Any) -> None:
+    def _capture_forward(self, module: nn.Module, pattern: Any, hooked: bool) -> None:
         flat = Flat(self.inputs)
         args, kwargs = (unflatten(part, flat) for part in pattern)
         torch.clear_autocast_cache()  # A cast that was made before would be memory of somebody else.
         before = self.pool.blocks(used=True)
         self._forward: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
-        self._saved = Storages()
         with captured(self._forward, self.device, self.pool):
-            with saved_tensors_hooks(self._saved, kept_as_is):
+            with saved_tensors_hooks(self._saved, kept_as_is) if hooked else nullcontext():
                 out = self.present(module, *args, **(kwargs or {}))
             results = Taken()
             try:
@@ -187,11 +194,10 @@ class Capture:
         self._grads = [grad for grad in grads if grad is not None]
         idle = [p for p, there in zip(parameters, reached[len(places) :], strict=True) if not there]
         #: The tensors of the module that the backward reads,
-        self.needed = [t for t in self.state.tensors if storage(memory_of(t)) in self._saved.found]
+        self.needed = [t for t in counted(self.state.tensors) if storage(memory_of(t)) in self._saved.found]
         known = {*map(id, self.needed)}
-        #: and after them others that the forward reads again. torch does not count the writes of inference mode.
-        self.read = [*self.needed, *(t for t in (*self.state.constant, *idle) if id(t) not in known)]
-        self.read = [t for t in self.read if not t.is_inference()]
+        #: and after them others that the forward reads again.
+        self.read = [*self.needed, *(t for t in counted((*self.state.constant, *idle)) if id(t) not in known)]
 
     @cached_property
     def _gradients(self) -> Gradients:
@@ -481,6 +487,11 @@ def leaves_of(results: Sequence[Tensor]) -> Iterator[Tensor]:
             if following not in seen:
                 seen.add(following)
                 nodes.append(following)
+
+
+def counted(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Those of which torch counts the writes: not the ones of inference mode."""
+    return (t for t in tensors if not t.is_inference())
 
 
 def like(t: Tensor) -> Tensor:
