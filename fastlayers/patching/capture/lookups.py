@@ -31,6 +31,7 @@ __all__ = [
     "PARTS",
     "QUERIES",
     "Bind",
+    "called_by",
     "computes_as_known",
     "global_variable",
     "inside_function",

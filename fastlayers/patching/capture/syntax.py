@@ -31,6 +31,7 @@ from fastlayers.patching.reasons import Reason, Refusal
 __all__ = [
     "CALL_BACK",
     "INPLACE",
+    "OPERATORS",
     "TRUSTED",
     "Instrument",
     "Run",

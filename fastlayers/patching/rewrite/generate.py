@@ -33,6 +33,7 @@ __all__ = [
     "first_parameter",
     "generate_class",
     "guards_source",
+    "left_behind_source",
     "signature_source",
 ]
 
