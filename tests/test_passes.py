@@ -49,7 +49,7 @@ def test_a_pass_is_switched_off(program, environment):
 
 
 @pytest.mark.parametrize("given", ["-fuse", "kernels", "-"])
-def test_a_pass_that_is_none(given, environment):
+def test_an_unknown_pass(given, environment):
     environment(given)
     with pytest.raises(ValueError, match=rf"FASTLAYERS_PASSES has '{given}'; expected some of -numbers, -repetitions"):
         passes.switched_off()

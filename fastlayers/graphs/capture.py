@@ -17,11 +17,12 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from fastlayers.graphs import debug
 from fastlayers.graphs.gradients import Gradients
 from fastlayers.graphs.pool import Call, Pool, in_memory, in_one_segment
-from fastlayers.graphs.state import State, UncapturedError, begun_collectives, storage
+from fastlayers.graphs.state import State, UncapturedError, begun_collectives
 from fastlayers.graphs.words import InWords
 from fastlayers.ops.dispatch import PLAIN, KeptAsIs, kept_as_is
 from fastlayers.ops.dtensor import Whole, differentiable_shard_of, memory_of, shard_of
 from fastlayers.patching.capture.syntax import is_ours
+from fastlayers.patching.program.program import storage
 from fastlayers.patching.regions.entries import autocast_as, autocast_state, drawing, random_state
 from fastlayers.patching.regions.patterns import Flat, unflatten
 from fastlayers.patching.regions.region import text_of
@@ -65,7 +66,7 @@ class Capture:
     Args:
         module: whose class is a graphed one.
         present: the forward of the class below it.
-        pattern, given: the arguments, as :func:`fastlayers.patching.regions.region.flatten` gives them.
+        pattern, given: the arguments, as :func:`fastlayers.patching.regions.patterns.flatten` gives them.
         used: the numbers of the results that received a gradient in calls before.
         draws: whether the forward draws random numbers on the GPU.
         state: of the module.

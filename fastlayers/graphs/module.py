@@ -13,9 +13,10 @@ from torch.autograd import forward_ad
 
 from fastlayers.graphs.capture import COMMUNICATES, Capture, capturing
 from fastlayers.graphs.pool import Pool
-from fastlayers.graphs.state import Counter, Generators, State, UncapturedError, draw, storage, waits
+from fastlayers.graphs.state import Counter, Generators, State, UncapturedError, draw, waits
 from fastlayers.patching.capture.syntax import containers_in, contents, same_items
 from fastlayers.patching.plan import refuse_kind
+from fastlayers.patching.program.program import storage
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.regions.entries import random_state
 from fastlayers.patching.regions.patterns import NONE, flatten

@@ -26,11 +26,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from fastlayers.ops.dispatch import PLAIN, QuietMode, is_dtensor
 from fastlayers.ops.dtensor import handlers, memory_of
 from fastlayers.patching.capture.lookups import called_by, package, parts_of
-from fastlayers.patching.program.tape import communicates
+from fastlayers.patching.program.program import storage
+from fastlayers.patching.program.tape import communicates, written_arguments
 from fastlayers.patching.regions.region import attentions
 from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS, original_class
 
-__all__ = ["Counter", "Generators", "State", "UncapturedError", "begun_collectives", "draw", "storage", "waits"]
+__all__ = ["Counter", "Generators", "State", "UncapturedError", "begun_collectives", "draw", "waits"]
 
 aten = torch.ops.aten
 COPIES = (aten.copy_.default, aten._to_copy.default)
@@ -264,10 +265,9 @@ class Counter(QuietMode):
             return out
         self.communicates |= communicates(func)
         returns = func._schema.returns
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.is_write:
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
-                self.written.update(map(storage, value if isinstance(value, (list, tuple)) else [value]))
+        for value in written_arguments(func, args, kwargs):
+            tensors = value if isinstance(value, (list, tuple)) else [value]
+            self.written.update(storage(t) for t in tensors if isinstance(t, Tensor))
         self.count += not (returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write)
         given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
         if isinstance(out, Tensor) and out.is_cuda:
@@ -280,10 +280,6 @@ class Counter(QuietMode):
         if memory and any(t.dim() == 0 and t.data_ptr() in memory for t in given):
             self.decided |= not (func is aten.detach.default or (func is aten.lt.Scalar and args[1] <= 0))
         return out
-
-
-def storage(t: Any) -> int:
-    return t.untyped_storage()._cdata if isinstance(t, Tensor) else 0
 
 
 def begun_collectives() -> int:

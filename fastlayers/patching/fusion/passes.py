@@ -56,13 +56,7 @@ PASSES = (
     Pass("repetitions", without_repetitions, "what is computed twice would have two readers", ("numbers",), cost=1),
     Pass("attention_layouts", with_given_layouts, "copies before attention would hide the factors"),
     Pass("attention_scales", with_scales, "before products take the factors", ("attention_layouts",)),
-    Pass(
-        "specialised",
-        specialised,
-        "finds products of casts, before sums hide the products",
-        ("attention_scales",),
-        cost=3,
-    ),
+    Pass("specialised", specialised, "before sums hide the products of casts", ("attention_scales",), cost=3),
     Pass("sums_of_products", with_sums_of_products, "of the products that are left", ("specialised",), cost=1),
     Pass("values_again", with_values_again, "knows thin products by their function", ("specialised",)),
     Pass("thin_products", with_thin_products, "makes launches of them", ("values_again", "sums_of_products"), cost=1),
@@ -104,7 +98,7 @@ def switched_off() -> frozenset[str]:
     """The passes that the environment switches off.
 
     Raises:
-        ValueError: one of them is none.
+        ValueError: there is no pass of such a name.
     """
     given = [name.strip() for name in os.environ.get("FASTLAYERS_PASSES", "").split(",") if name.strip()]
     names = [each.name for each in PASSES]

@@ -23,7 +23,7 @@ from fastlayers.ops.dispatch import Mode
 from fastlayers.patching.program.program import STATISTICS, Operation, Program, Value, alive, is_kernel, storage
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["Tape", "communicates"]
+__all__ = ["Tape", "communicates", "written_arguments"]
 
 #: What tells a value from others while all are alive: memory, dtype and geometry.
 Key: TypeAlias = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
@@ -139,11 +139,7 @@ class Tape(Mode):
         # take what is sent for the next call.
         if communicates(func):
             raise Refusal(Reason.UNKNOWN_CALL, f"{func} communicates with other processes")
-        written = [
-            args[i] if i < len(args) else kwargs.get(argument.name)
-            for i, argument in enumerate(schema.arguments)
-            if argument.is_write
-        ]
+        written = written_arguments(func, args, kwargs)
         if func is aten.lift_fresh.default:  # torch.tensor([1, 2]): a new tensor in each call
             with _disable_current_modes():
                 constant = args[0].clone()
@@ -301,6 +297,15 @@ class Tape(Mode):
             constants=tuple(self.name(t) for t in self.constants),
             values=self.values,
         )
+
+
+def written_arguments(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """What a call is given that the operation writes: tensors, and lists of them."""
+    return [
+        args[i] if i < len(args) else kwargs.get(argument.name)
+        for i, argument in enumerate(function._schema.arguments)
+        if argument.is_write
+    ]
 
 
 def communicates(function: OpOverload) -> bool:
