@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastlayers.patching import PatchError, fold_batch_norm, patch_model, unpatch_model
-from fastlayers.patching.capture.lookups import read_code
+from fastlayers.patching.capture.lookups import not_shadowed, read_code, same_operator
+from fastlayers.patching.capture.recording import binder
 
 HERE = sys.modules[__name__]
 
@@ -408,6 +409,16 @@ def test_replaced_under_compile(case):
         with replaced(case, model):
             torch.testing.assert_close(compiled(x), stock(x))
         torch.testing.assert_close(compiled(x), before)
+
+
+def test_dynamo_finds_what_python_finds():
+    """Also methods of C, which Dynamo of torch 2.11 takes for others: fused code would not be traced."""
+    scope, x = {"layer": nn.Sequential()}, torch.zeros(1)
+    operators = ("eq", "ne", "lt", "le", "gt", "ge", "add", "mul", "matmul", "getitem", "neg")
+    tests = [test for name in operators for test in same_operator(name, binder(scope))]
+    tests += not_shadowed("layer", Base, "weight", binder(scope))
+    exec(f"def found(x):\n    return x + ({' and '.join(tests)})\n", scope)
+    assert torch.compile(scope["found"], backend="eager", fullgraph=True)(x) == scope["found"](x) == 1
 
 
 def test_the_code_of_every_function_of_torch_is_read():

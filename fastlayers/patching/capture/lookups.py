@@ -59,6 +59,11 @@ PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 parts_of: Callable[[types.FunctionType], tuple[Any, ...]] = operator.attrgetter(*PARTS)
 #: What a call of a module looks up in its class.
 CALLS = ("forward", "__call__", "_call_impl")
+#: Methods of C. Dynamo of torch 2.11 takes one in a global variable for another than that of a class, but compares
+#: those of two classes.
+COMPARED_IN_CLASSES = {"__getattribute__": object} | dict.fromkeys(
+    ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"), torch._C.TensorBase
+)
 #: Functions of torch that compute nothing.
 QUERIES = frozenset(
     {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic", "handle_torch_function",
@@ -88,6 +93,14 @@ def global_variable(scope: dict[str, Any], name: str, bind: Bind) -> str:
     if module is not None and vars(module) is scope and name.isidentifier():
         return member(module, name, bind)
     return f"{bind(scope, 'globals')}[{name!r}]"
+
+
+def same_of_class(owner: type, name: str, value: Any, bind: Bind) -> str:
+    """The test that a class has the same method."""
+    definer = COMPARED_IN_CLASSES.get(name)
+    if definer is not None and getattr(definer, name) is value:
+        return f"{member(owner, name, bind)} is {member(definer, name, bind)}"
+    return same(member(owner, name, bind), value, bind)
 
 
 def member(owner: types.ModuleType | type, name: str, bind: Bind) -> str:
@@ -124,7 +137,7 @@ def same_inherited(parent: Any, name: str, bind: Bind) -> Iterator[str]:
 def same_tensor_method(name: str, bind: Bind) -> Iterator[str]:
     """The test that tensors have the same method."""
     if callable(method := method_of(Tensor, name)):
-        yield same(member(Tensor, name, bind), method, bind)
+        yield same_of_class(Tensor, name, method, bind)
 
 
 def same_operator(name: str, bind: Bind) -> Iterator[str]:
@@ -140,7 +153,7 @@ def not_shadowed(origin: str, kind: type[nn.Module], name: str, bind: Bind) -> I
     for cls in kind.__mro__[:-1]:
         yield f"{name!r} not in {bind(cls, cls.__name__)}.__dict__"
     for lookup in ("__getattribute__", "__getattr__"):
-        yield same(member(kind, lookup, bind), getattr(kind, lookup), bind)
+        yield same_of_class(kind, lookup, getattr(kind, lookup), bind)
 
 
 def inside_function(function: Any, bind: Bind) -> Iterator[str]:
@@ -154,7 +167,9 @@ def inside_function(function: Any, bind: Bind) -> Iterator[str]:
 
 def same_named(scope: Any, name: str, value: Any, bind: Bind) -> str:
     """The test that a name stands for the same function in a module, or the same method of tensors."""
-    return same(member(Tensor, name, bind) if scope is Tensor else global_variable(scope, name, bind), value, bind)
+    if scope is Tensor:
+        return same_of_class(Tensor, name, value, bind)
+    return same(global_variable(scope, name, bind), value, bind)
 
 
 def same_call(layer: type[nn.Module], bind: Bind) -> Iterator[str]:
