@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -159,10 +158,10 @@ def in_one_segment(device: torch.device) -> Iterator[None]:
     ResNet-50 reserve 1.02x of what a step without graphs allocates at its peak, with segments 1.16x; those of a 3-D
     U-Net 1.15x and 1.37x. Where the user has chosen, or the device cannot, nothing changes.
     """
-    before = settings()
-    if GROWING in before or torch.cuda.get_allocator_backend() != "native" or not has_virtual_memory(device):
+    if torch.cuda.get_allocator_backend() != "native" or not has_virtual_memory(device) or GROWING in settings():
         yield
         return
+    before = settings()
     set_settings(",".join(filter(None, (before, f"{GROWING}:True"))))
     try:
         yield
@@ -174,14 +173,12 @@ def in_one_segment(device: torch.device) -> Iterator[None]:
 def settings() -> str:
     """The settings of torch's allocator, as PYTORCH_ALLOC_CONF spells them."""
     get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if get is not None:
-        return str(get())
-    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    # torch 2.11 has no such function, but a snapshot of its native allocator has them.
+    return str(get() if get else torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"])
 
 
 def set_settings(text: str) -> None:
-    put = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    (put or torch.cuda.memory._set_allocator_settings)(text)
+    torch._C._accelerator_setAllocatorSettings(text)
 
 
 @cache
