@@ -124,7 +124,7 @@ def test_forcing_is_seen_at_once():
     names = []
     for forced in (None, "eager", "cpu", None):
         with backends.backend(forced):
-            names.append(functional.add_relu(x, x).grad_fn.name())
+            names.append(type(functional.add_relu(x, x).grad_fn).__name__)
     kernel, stock = names[0], names[1]
     assert "ReLU" in kernel
     assert names == [kernel, stock, kernel, kernel]

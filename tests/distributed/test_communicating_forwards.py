@@ -124,7 +124,7 @@ def sequences_in_parts(rank):
 
     def attend(q, k, v, is_causal):
         assert is_causal
-        k, v = (functional_collectives.all_gather_tensor_autograd(t, 2, dist.group.WORLD) for t in (k, v))
+        k, v = (functional_collectives.all_gather_tensor_autograd(t.contiguous(), 2, dist.group.WORLD) for t in (k, v))
         first = rank * q.shape[2]
         rows, columns = torch.arange(first, first + q.shape[2])[:, None], torch.arange(k.shape[2])
         return attention(q, k.contiguous(), v.contiguous(), attn_mask=rows >= columns)
