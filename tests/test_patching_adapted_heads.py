@@ -14,6 +14,7 @@ from test_patching_losses import assert_same_step, batch, causal_model, chunked,
 from torch import nn
 
 from fastlayers.patching import patch_model
+from fastlayers.patching.libraries.transformers import loss_functions
 from fastlayers.patching.libraries.transformers.loss_functions import check_head
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.regions.results import Taken, put_together, take_apart
@@ -24,6 +25,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`"),
     pytest.mark.filterwarnings("ignore:MatMul8bitLt"),
 ]
+
+
+@pytest.fixture
+def none_fit(monkeypatch):
+    """Evaluation does without logits too."""
+    monkeypatch.setattr(loss_functions, "MOST_ON_A_CPU", 0)
 
 
 def adapted(model, *names, seed=3, **options):
@@ -120,6 +127,7 @@ def test_a_head_that_is_tied_or_trained(chunked):  # noqa: F811
     assert any("embed_tokens" in name for name in step(ours)[1])
 
 
+@pytest.mark.usefixtures("none_fit")
 @pytest.mark.parametrize("state", ["disabled", "merged", "unloaded"])
 def test_adapters_that_are_switched_off(state, chunked):  # noqa: F811
     ours, twin = pair()
@@ -140,6 +148,7 @@ def test_adapters_that_are_switched_off(state, chunked):  # noqa: F811
     assert len(chunked) == 1
 
 
+@pytest.mark.usefixtures("none_fit")
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("disabled", [False, True])
 def test_a_copy_of_the_head_that_is_trained(when, disabled, chunked):  # noqa: F811

@@ -318,7 +318,8 @@ def test_gradients_of_logits_that_are_used_after_the_loss(family):
         def backward(ctx, dy):
             return ctx.saved_tensors[0] * dy * 2
 
-    model = causal_model(family)
+    # Gemma2 of transformers before 5.24 takes attention of torch, whose backward on a CPU has no derivative.
+    model = causal_model(family, attn_implementation="eager")
     twin = copy.deepcopy(model)
     patch_model(model)
     losses = [
