@@ -36,7 +36,7 @@ from fastlayers.ops import low_rank as ops
 from fastlayers.ops.activations import BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
 from fastlayers.patching.fusion import kernels as fusion
-from fastlayers.patching.fusion import specialised, thin_products
+from fastlayers.patching.fusion import passes, specialised, thin_products
 from fastlayers.patching.fusion.absorption import absorbed
 from fastlayers.patching.fusion.fusable import rounded_later
 from fastlayers.patching.fusion.lowering import DERIVATIVES, LOWERINGS
@@ -2278,7 +2278,7 @@ def test_a_model_with_dropout_before_adapters(device, amp, monkeypatch):
     model = peft.get_peft_model(nn.Sequential(Attending(), Attending()).to(device, LOW), config)
     patched = fastlayers.patch_model(copy.deepcopy(model))
     programs = []
-    monkeypatch.setattr(fusion, "fused", lambda *given, of=fusion.fused: programs.append(of(*given)) or programs[-1])
+    monkeypatch.setattr(passes, "fused", lambda *given, of=fused: programs.append(of(*given)) or programs[-1])
     for step in range(3):
         x = torch.randn(2, 9, 72, device=device).to(LOW).requires_grad_()
         answers = []
