@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,5 +86,7 @@ def test_the_command_imports_only_what_it_is_told_to(tmp_path, arguments):
     (tmp_path / "timm.py").write_text("print('imported timm')")
     (tmp_path / "mine.py").write_text("from torch import nn\n\ndef build():\n    return nn.Softmax(-1)\n")
     command = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "fastlayers"]
-    found = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}  # It may not be installed.
+    found = subprocess.run([*command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
     assert "imported" not in found.stdout
