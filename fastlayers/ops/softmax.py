@@ -46,7 +46,10 @@ def result_dtype(x: Tensor, mask: Tensor | None, dtype: torch.dtype | None) -> t
     """dtype of softmax(x·scale + mask, dtype=dtype), autocast included: on a GPU it runs torch's softmax in float32."""
     if dtype is not None:
         return dtype
-    scores = x.dtype if mask is None or mask.dtype == torch.bool else torch.result_type(x, mask)
+    scores = x.dtype
+    # As torch.result_type, which Dynamo of torch 2.11 cannot trace: a mask of no dimension changes no dtype.
+    if mask is not None and mask.dtype != torch.bool and mask.dim():
+        scores = torch.promote_types(scores, mask.dtype)
     return torch.float32 if scores in reference.LOW_PRECISION and x.is_cuda and torch.is_autocast_enabled() else scores
 
 

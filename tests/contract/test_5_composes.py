@@ -43,6 +43,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastlayers
 from fastlayers import backends, functional
+from fastlayers.ops.softmax import result_dtype
 
 BY_NAME = {"ids": lambda value: getattr(value, "name", value)}
 
@@ -126,6 +127,17 @@ def test_compiled_reduction_keeps_its_kernel(op):
     ours = answer(torch.compile(op.fused, fullgraph=True, backend=look), call)
     assert_close(ours.grads, answer(op.reference, call).grads)
     assert "fastlayers" in graphs[0].code
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_the_dtype_under_a_mask_is_traced(shape, dtype):
+    """That of the sum. A graph on a GPU asks for it before it keeps the kernel."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, mask: x.to(result_dtype(x, mask, None)), fullgraph=True, backend="eager")
+    mask = torch.ones(shape, dtype=dtype)
+    for x in (torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bfloat16)):
+        assert compiled(x, mask).dtype is (x + mask).dtype
 
 
 # ---- memory and precision --------------------------------------------------------------------------------------------
