@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from torch.nn.utils import parametrizations
 
 import fastlayers
 from fastlayers.graphs import debug
+from fastlayers.graphs import gradients as graphs_gradients
+from fastlayers.graphs.capture import Capture
+from fastlayers.graphs.gradients import Gradients
 from fastlayers.graphs.pool import Call
 
 gpu = needs_gpu
@@ -101,6 +106,34 @@ def test_twice_backward_after_a_change(change, checked):
         CHANGES[change](model)
         found.append([*first, *torch.autograd.grad(y, wanted)])
     assert_same(found)
+
+
+@gpu
+def test_backwards_of_other_gradients():
+    """As the rows of a Jacobian: the graph must not write the second gradients over the first ones."""
+    found, x = [], rows()
+    for model in pair():
+        y = model(x)
+        found.append([g for i in range(3) for g in torch.autograd.grad(y[i, i], parameters(model), retain_graph=True)])
+    assert_same(found)
+
+
+def test_gradients_of_an_earlier_backward_keep_their_values(monkeypatch):
+    """The same without a GPU, where memory that nobody has is no graph's."""
+    monkeypatch.setattr(graphs_gradients, "same_memory", torch.clone)
+    lent = Gradients([torch.zeros(3)], lend=True)
+
+    def replay():
+        lent._grads[0].copy_(capture._dys[0] * 2)
+
+    capture = SimpleNamespace(
+        pool=SimpleNamespace(lock=nullcontext(), write=lambda number, device: None), device=None, _number=1, used=[0],
+        _dys=[torch.zeros(3)], _backward=SimpleNamespace(replay=replay), _gradients=lent, _whole_grads=[None],
+    )  # fmt: skip
+    call = Call(nn.Identity(), (), [])
+    call.save()  # as a backward that keeps the graph does
+    first, second = (Capture.backward(capture, call, [torch.full((3,), dy)])[0] for dy in (1.0, 5.0))
+    assert (first.tolist(), second.tolist()) == ([2.0] * 3, [10.0] * 3)
 
 
 @gpu

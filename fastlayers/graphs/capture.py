@@ -298,8 +298,10 @@ class Capture:
                 self.pool.write(self._number, self.device)
                 if again:
                     call.save()
-            else:  # Another call of this graph may wait for its backward.
+            else:  # Another call may wait for its backward, and somebody have the gradients of an earlier backward.
                 self.pool.write(self._number - 1, self.device)
+                if self._gradients.in_use():
+                    self._gradients.move()
                 call.restore()
             for static, i in zip(self._dys, self.used, strict=True):
                 dy = dys[i]
