@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -63,7 +64,10 @@ def _enter(rank: int, folder: str, world: int, backend: str, function: Callable[
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     # A hang shows where. Most tests take seconds; on a busy machine some take minutes.
     faulthandler.dump_traceback_later(HANGS)
-    function(rank)
+    try:
+        function(rank)
+    except pytest.fail.Exception as failed:  # Not an Exception: torch would only say that the process has ended.
+        raise AssertionError(str(failed)) from failed
     gc.collect()  # graphs with collectives inside, which destroy_process_group would wait for
     dist.barrier()  # threads of gloo let go of the last tensors; one that does so when Python ends aborts the process
     dist.destroy_process_group()

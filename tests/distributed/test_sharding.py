@@ -7,6 +7,17 @@ from functools import partial
 import pytest
 from processes import run_in_processes
 from sharding_checks import PARTS, RANKS, check_all, check_cases
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+
+def expects_an_error(rank: int) -> None:
+    with pytest.raises(ValueError, match="never"):
+        pass
+
+
+def test_what_fails_in_a_process_is_told(tmp_path):
+    with pytest.raises(ProcessRaisedException, match="DID NOT RAISE"):
+        run_in_processes(expects_an_error, 1, tmp_path)
 
 
 @pytest.mark.slow

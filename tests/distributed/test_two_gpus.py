@@ -78,6 +78,10 @@ def losses(model: nn.Module, batches: list[Tensor]) -> Tensor:
     return losses_of(model, optimizer, batches)
 
 
+def shard(t: Any) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
 def replays(model: nn.Module) -> dict[str, int]:
     return {row.fqn: row.replays for row in graph_report(model) if row.replays}
 
@@ -149,11 +153,17 @@ def check_graphs(rank: int) -> None:
     for _ in range(3):  # Gradients that are kept end no replays, which one process might see and another not.
         model(rows(0)[0]).square().mean().backward()
     assert replays(model)[""] == before + 3
+    model.zero_grad()
     loss = model(rows(0)[0]).square().mean()
     loss.backward(retain_graph=True)
-    # A second backward would need what the graph has overwritten, and a process alone must not run the forward again.
+    once = [shard(p.grad).clone() for p in model.parameters()]
+    loss.backward()  # from a copy of what the forward left
+    for p, grad in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(shard(p.grad), 2 * grad)
+    # A derivative of the backward would need the forward again, which a process alone must not run.
+    loss = model(rows(0)[0]).square().mean()
     with pytest.raises(RuntimeError, match="communicates with other processes"):
-        loss.backward()
+        torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
 
 
 def test_graphs(tmp_path):
