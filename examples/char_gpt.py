@@ -261,6 +261,14 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def add_up(model: nn.Module) -> None:
+    """Add up the gradients of which each process has a part. clip_grad_norm_ of torch 2.11 does not scale parts."""
+    for weight in model.parameters():
+        if isinstance(weight.grad, DTensor):
+            placements = [Replicate() if each.is_partial() else each for each in weight.grad.placements]
+            weight.grad = weight.grad.redistribute(placements=placements)
+
+
 @dataclass(frozen=True)
 class Processes:
     """The processes that torchrun started, or this one alone; ``mesh`` has the size of each dimension by its name."""
@@ -365,6 +373,7 @@ class Training:
         with self.processes.divided_loss():
             loss = self.loss(self.text.train)
             loss.backward()
+        add_up(self.model)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         return {"loss": self.processes.mean(loss), "gradient": whole(norm)}
