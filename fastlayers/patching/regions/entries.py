@@ -26,6 +26,7 @@ __all__ = [
     "Again",
     "Autocast",
     "Entry",
+    "alias",
     "autocast_as",
     "autocast_state",
     "drawing",
