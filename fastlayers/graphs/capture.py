@@ -234,7 +234,7 @@ class Capture:
             return self._run(pattern, given)
         expected = tensors_in(self.uncaptured(pattern, given, random_state(given), {}))
         out = self._run(pattern, given)
-        debug.compare(tensors_in(out), expected, f"results of a {self.name}")
+        debug.compare(tensors_in(out), expected, f"results of a {self.name}", self.autocast)
         return out
 
     def _run(self, pattern: Any, given: Sequence[Tensor]) -> Any:
@@ -380,7 +380,7 @@ class Replay(torch.autograd.Function):
             grads = capture.backward(call, dys)
             if debug.ENABLED:
                 with suppress(NotAgainError):
-                    debug.compare(grads, again(ctx, dys), f"gradients of a {capture.name}")
+                    debug.compare(grads, again(ctx, dys), f"gradients of a {capture.name}", capture.autocast)
             return None, None, None, *grads
         return None, None, None, *again(ctx, dys)
 
