@@ -20,17 +20,19 @@ __all__ = ["ENABLED", "compare", "spoil"]
 
 ENABLED = os.environ.get("FASTLAYERS_CHECK_GRAPHS") == "1"
 
+#: Bytes that are NaN as floats and -1 as integers.
+POISON = 0xFF
 #: How far two runs may be apart, relative to the largest element: products may be summed in another order.
 APART = {torch.bfloat16: 2**-4, torch.float16: 2**-7, torch.float32: 1e-3, torch.float64: 1e-9}
 
 
 def spoil(pool: Pool, device: torch.device) -> None:
-    """Fill with ones, which are NaN or -1, what neither a tensor nor a call that waits for its backward has."""
+    """Fill with :data:`POISON` what neither a tensor nor a call that waits for its backward has."""
     waiting = pool.pending()
     for call in waiting:
         call.save()
     for block in pool.blocks(used=False):
-        in_memory(block, device).fill_(0xFF)
+        in_memory(block, device).fill_(POISON)
     for call in waiting:
         call.restore()
         call.copies = None
