@@ -87,7 +87,7 @@ test-libraries: $(CORPUS_ENV)  ## environment in .venv-corpus, then the tests th
 
 test-corpus: test-libraries  ## and then patch every model of the corpus and compare: two hours
 	@# Interrupted, it goes on where it was. The whole, not a part that ARGS choose, writes TABLE.md and PACKAGES.md.
-	PYTHONPATH=.:tests HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m corpus $(ARGS)
+	PYTHONPATH=. HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m tests.corpus $(ARGS)
 
 $(CORPUS_ENV):
 	@$(INSTALL) $(CORPUS) -r $(LIBRARIES)
@@ -131,7 +131,7 @@ test-random: fastlayers/_C.so regions  ## 10,000 random calls against float64 on
 	    $(PYTHON) -m pytest -m gpu tests/test_random_cases.py $(ARGS)
 
 test-sanitizer: fastlayers/_C.so regions  ## compute-sanitizer over every kernel on a GPU: ARGS='--tools memcheck --ops softmax,mul'
-	PYTHONPATH=.:tests $(PYTHON) -m sanitizer $(ARGS)
+	PYTHONPATH=. $(PYTHON) -m tests.sanitizer $(ARGS)
 
 test-asan: $(ENV)  ## AddressSanitizer and UBSan over the CPU kernels: minutes
 	FASTLAYERS_CUDA_ARCHS= CXX='g++ -g1 -fsanitize=address,undefined -fno-sanitize=vptr' $(PY) -m fastlayers build

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import draw
 import pytest
 import torch
 
@@ -21,6 +20,7 @@ from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.rewrite.classes import Generated
 from fastlayers.patching.runtime.checks import rewritten_everywhere
+from tests import draw
 
 regions.RAISE_ERRORS = lint.ENABLED = True
 

@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 import torch
-from harness import judge, mapped
 
 from fastlayers.patching import patch_model, plan_patch
+from tests.harness import judge, mapped
 
 
 def spelled(body, inputs="x, y", init=""):

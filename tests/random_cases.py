@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import ops
 import torch
 from hypothesis import strategies as st
-from ops import Input, Op, Sample
 from torch import Tensor
+
+from tests import ops
+from tests.ops import Input, Op, Sample
 
 HALF = ops.HALF
 Draw = Callable[[Any], Any]

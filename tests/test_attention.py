@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICES, assert_no_worse
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastlayers
 from fastlayers.patching import patch_model, patch_report, unpatch_model, verify_patch
+from tests.harness import DEVICES, assert_no_worse
 
 N, L, E, H = 3, 7, 16, 4
 

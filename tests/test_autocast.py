@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DRAWS, assert_no_worse, excess, greatest_error, needs_gpu, same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,6 +25,7 @@ from fastlayers.patching.runtime.convolution import (
     convolution_batch_norm,
     forked_convolution,
 )
+from tests.harness import DRAWS, assert_no_worse, excess, greatest_error, needs_gpu, same_bits
 
 HALVES = [torch.float16, torch.bfloat16]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import needs_gpu
 from torch import Tensor, nn
 
 from fastlayers.kernels import convolution as kernels
 from fastlayers.ops import convolution
 from fastlayers.patching.runtime.convolution import forked_convolution
+from tests.harness import needs_gpu
 
 SHAPES = [(2, 64, 8, 8, 64), (3, 256, 7, 5, 64), (2, 24, 9, 9, 144), (1, 40, 3, 3, 13), (2, 130, 4, 4, 200)]
 

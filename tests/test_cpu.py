@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from harness import assert_close
 
 from fastlayers import backends, functional
 from fastlayers.ops import bias_act, elementwise, glu, residual
 from fastlayers.ops.activations import cpu_gelu_gains
+from tests.harness import assert_close
 
 pytestmark = pytest.mark.skipif(backends.problem("cpu") is not None, reason="csrc was not built")
 
 ops = torch.ops.fastlayers
-ROOT = Path(__file__).resolve().parent.parent
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LENGTHS = (1, 7, 8, 9, 15, 16, 17, 31, 33, 511, 512, 513, 527, 1040, 70_001)  # about vectors, stretches and tasks
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_close
 from torch import Tensor
 
 from fastlayers import backends, functional
 from fastlayers.ops import batch_norm, group_norm
+from tests.harness import assert_close
 
 pytestmark = pytest.mark.skipif(backends.problem("cpu") is not None, reason="csrc was not built")
 

@@ -6,17 +6,17 @@ import itertools
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import INTERPRETER, PLACES, Place, answer, assert_close, assert_no_worse, excess, needs_gpu
-from ops import CROSS_ENTROPY, HALF, Call
 from torch import Tensor
 
 from fastlayers import backends, functional
 from fastlayers.ops import cross_entropy as ops
+from tests import ROOT
+from tests.harness import INTERPRETER, PLACES, Place, answer, assert_close, assert_no_worse, excess, needs_gpu
+from tests.ops import CROSS_ENTROPY, HALF, Call
 
 BACKENDS = [
     pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in ("triton", "cuda")
@@ -134,7 +134,7 @@ def test_target_out_of_range_on_a_gpu(backend, shape, wrong):
     """A device-side assert, as torch's kernel has it: it ends the context, so in a process of its own."""
     run = subprocess.run(
         [sys.executable, "-c", OUT_OF_RANGE, backend, str(wrong), str(shape)],
-        capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[1],
+        capture_output=True, text=True, timeout=300, cwd=ROOT,
     )  # fmt: skip
     assert "assert" in run.stdout + run.stderr
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from fastlayers import functional, modules
+from tests import ROOT
 
-ROOT = Path(__file__).parents[1]
 NEEDED = ("mkdocs", "material", "mkdocstrings_handlers", "griffe", "latex2mathml")
 
 pytestmark = pytest.mark.skipif(

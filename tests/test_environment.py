@@ -8,12 +8,13 @@ import runpy
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-TOOL = Path(__file__).parents[1] / "tools" / "environment.py"
+from tests import ROOT
+
+TOOL = ROOT / "tools" / "environment.py"
 
 
 @pytest.fixture

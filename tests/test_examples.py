@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
 
 
 def needs(*packages: str, **options: bool) -> None:

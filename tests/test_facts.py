@@ -13,8 +13,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from test_guards_of_regions import Body, Middle, helper, made
-from test_patching_replaced import RMSNorm
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,6 +28,8 @@ from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.rewrite.classes import Generated, swapped_forward
 from fastlayers.patching.runtime.checks import rewritten_everywhere
+from tests.test_guards_of_regions import Body, Middle, helper, made
+from tests.test_patching_replaced import RMSNorm
 
 HERE = sys.modules[__name__]
 SCALE = 2.0

@@ -11,16 +11,16 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
-import draw
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICES, needs_gpu
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+
+from tests import ROOT, draw
+from tests.harness import DEVICES, needs_gpu
 
 pytest.importorskip("triton")
 
@@ -74,7 +74,7 @@ def test_in_the_interpreter(inner_run, pytestconfig):
     options = [*inner_run, *draw.options(pytestconfig, draw.FEW)]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "-m", "not gpu", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[1], capture_output=True, text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
     assert " passed" in run.stdout.splitlines()[-1]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import needs_gpu
 
 from fastlayers import backends
 from fastlayers.ops import gather
+from tests.harness import needs_gpu
 
 
 def kernel(x):

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICES, PLACES, answer, assert_close, assert_no_worse, needs_gpu, same_bits
-from ops import GATED_LINEAR, GLU, Call
 from torch import Tensor, nn
 
 import fastlayers
 from fastlayers import backends, functional
 from fastlayers.ops import glu
 from fastlayers.ops.activations import BY_CODE
+from tests.harness import DEVICES, PLACES, answer, assert_close, assert_no_worse, needs_gpu, same_bits
+from tests.ops import GATED_LINEAR, GLU, Call
 
 KERNELS = [pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in GLU.kernels]
 

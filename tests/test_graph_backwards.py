@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from harness import needs_gpu
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import fastlayers
 from fastlayers.graphs import debug
 from fastlayers.graphs.pool import Call
+from tests.harness import needs_gpu
 
 gpu = needs_gpu
 pytestmark = pytest.mark.usefixtures("deterministic")

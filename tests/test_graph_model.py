@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import needs_gpu
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -40,6 +39,7 @@ from fastlayers.patching.regions.entries import autocast_state, no_regions
 from fastlayers.patching.regions.patterns import flatten
 from fastlayers.patching.regions.results import Taken, put_together, take_apart
 from fastlayers.patching.rewrite.classes import become
+from tests.harness import needs_gpu
 
 gpu = needs_gpu
 pytestmark = pytest.mark.usefixtures("deterministic")

@@ -10,11 +10,11 @@ import pkgutil
 import pytest
 import torch
 from functorch.compile import aot_function
-from harness import DRAWS, excess, greatest_error, needs_gpu
 from torch import nn
 
 from fastlayers import ops, patch_model
 from fastlayers.ops import dispatch
+from tests.harness import DRAWS, excess, greatest_error, needs_gpu
 
 FAMILIES = {
     family.name: family

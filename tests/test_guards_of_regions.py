@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_no_worse
 from torch import nn
 from torch.amp import custom_bwd, custom_fwd
 from torch.ao.nn.quantized import FloatFunctional
@@ -32,6 +31,7 @@ from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.regions.region import Region
 from fastlayers.patching.runtime.checks import original_class, rewritten_everywhere
+from tests.harness import assert_no_worse
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-TESTS = Path(__file__).parent
+from tests import ROOT
+
 #: What torch and csrc may use, and what oneDNN may; a process for each that this CPU has.
 LEVELS = {"DEFAULT": "SSE41", "AVX2": "AVX2", "AVX512": "AVX512_CORE"}
 FILES = ("instruction_sets/special_values.py", "test_cpu_math.py", "test_random_cases.py")
@@ -31,7 +31,7 @@ def test_in_a_process(level: str, inner_run: list[str]) -> None:
     command = [sys.executable, "-m", "pytest", *inner_run, "-k", "cpu-cpu or cpu_math or special_values"]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": level.lower(), "ONEDNN_MAX_CPU_ISA": LEVELS[level]}
     run = subprocess.run(
-        [*command, *(str(TESTS / name) for name in files)],
-        env=environment, cwd=TESTS.parent, capture_output=True, text=True,
+        [*command, *(str(ROOT / "tests" / name) for name in files)],
+        env=environment, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

@@ -16,14 +16,14 @@ from types import MethodType
 
 import pytest
 import torch
-from harness import assert_like, excess, greatest_error
 from torch import Tensor, nn
 
 import fastlayers
 from fastlayers.patching.rewrite.classes import working
 from fastlayers.patching.runtime.checks import rewritten_everywhere
+from tests import ROOT
+from tests.harness import assert_like, excess, greatest_error
 
-TESTS = Path(__file__).parent
 WORDS = 96
 STEPS = 2
 
@@ -56,7 +56,7 @@ def assert_equal(found, expected, **tolerances) -> None:
 
 
 def in_new_process(code: str) -> None:
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -225,7 +225,7 @@ def names_in_function(module: nn.Module) -> tuple[str, ...]:
 def test_hub_kernels(check):
     pytest.importorskip("kernels")
     pytest.importorskip("transformers")
-    in_new_process(f"import test_integrations; test_integrations.{check.__name__}()")
+    in_new_process(f"from tests import test_integrations; test_integrations.{check.__name__}()")
 
 
 # ---- Axolotl ---------------------------------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ def test_lightning():
     pytest.importorskip("transformers")
     if importlib.util.find_spec("lightning") is None:
         pytest.skip("needs lightning")
-    in_new_process("import test_integrations as t; t.same_training(t.with_lightning)")
+    in_new_process("from tests import test_integrations as t; t.same_training(t.with_lightning)")
 
 
 def test_accelerate():

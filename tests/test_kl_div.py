@@ -8,12 +8,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import PLACES, Place, assert_close
-from ops import GPU_KERNELS
 from torch import nn
 
 import fastlayers
 from fastlayers import functional
+from tests.harness import PLACES, Place, assert_close
+from tests.ops import GPU_KERNELS
 
 BACKENDS = [
     pytest.param(place, marks=place.marks(), id=str(place))

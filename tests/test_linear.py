@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DRAWS, PLACES, assert_close, assert_no_worse, excess, greatest_error, needs_gpu, same_bits
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +22,7 @@ from fastlayers.ops import linear, split
 from fastlayers.ops.linear import addmm
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.runtime import calls
+from tests.harness import DRAWS, PLACES, assert_close, assert_no_worse, excess, greatest_error, needs_gpu, same_bits
 
 KERNELS = [
     pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in ("triton", "cuda")

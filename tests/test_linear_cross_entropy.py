@@ -9,9 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import DEVICES, assert_close, excess, greatest_error, same_bits
-from ops import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY, nbytes
-from processes import run_in_processes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +20,9 @@ from fastlayers import backends, functional
 from fastlayers.ops import head
 from fastlayers.patching.libraries.transformers.loss_functions import DeferredLogits
 from fastlayers.patching.runtime.lazy import Head
+from tests.distributed.processes import run_in_processes
+from tests.harness import DEVICES, assert_close, excess, greatest_error, same_bits
+from tests.ops import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY, nbytes
 
 REDUCTIONS = ("mean", "sum", "none")
 reference = LINEAR_CROSS_ENTROPY.reference

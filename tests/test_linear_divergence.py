@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICES, assert_close, excess, greatest_error, same_bits
-from ops import LINEAR_DIVERGENCE, nbytes
-from test_linear_cross_entropy import Largest, adapter
-from test_quantized_heads import Scaled, Unsliced
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlayers import backends, functional
 from fastlayers.ops import head, quantized
 from fastlayers.ops.linear_divergence import DIVERGENCES, teacher_rows
+from tests.harness import DEVICES, assert_close, excess, greatest_error, same_bits
+from tests.ops import LINEAR_DIVERGENCE, nbytes
+from tests.test_linear_cross_entropy import Largest, adapter
+from tests.test_quantized_heads import Scaled, Unsliced
 
 REDUCTIONS = ("none", "sum", "batchmean", "mean")
 reference = LINEAR_DIVERGENCE.reference

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import DEVICES, excess, greatest_error
-from ops import LINEAR_LOG_PROB
-from test_linear_cross_entropy import Largest, adapter, inputs
 
 from fastlayers import functional
 from fastlayers.ops import head, linear_log_prob
+from tests.harness import DEVICES, excess, greatest_error
+from tests.ops import LINEAR_LOG_PROB
+from tests.test_linear_cross_entropy import Largest, adapter, inputs
 
 reference = LINEAR_LOG_PROB.reference
 

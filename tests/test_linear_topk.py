@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import draw
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICES, assert_no_worse, same_bits
-from test_linear_cross_entropy import Largest, inputs
 from torch import Tensor
 
 from fastlayers import backends, functional
 from fastlayers.ops import head, linear_topk
+from tests import ROOT, draw
+from tests.harness import DEVICES, assert_no_worse, same_bits
+from tests.test_linear_cross_entropy import Largest, inputs
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -441,7 +440,7 @@ def test_in_the_interpreter(inner_run, pytestconfig):
     options = [*inner_run, *draw.options(pytestconfig, draw.FEW)]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "-m", "not gpu", "-k", CHOSEN, __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[1], capture_output=True, text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
     assert " passed" in run.stdout.splitlines()[-1]

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import Place, needs_gpu
+
+from tests.harness import Place, needs_gpu
 
 SANITIZER = shutil.which("compute-sanitizer", path=os.environ.get("PATH", "") + ":/usr/local/cuda/bin")
 

@@ -11,13 +11,13 @@ import warnings
 
 import pytest
 import torch
-from harness import DEVICES, PLACES, assert_close
-from ops import LAYERS
 from torch import nn
 
 import fastlayers
 from fastlayers import backends, modules
 from fastlayers.modules.linear_cross_entropy import LinearCrossEntropyLoss
+from tests.harness import DEVICES, PLACES, assert_close
+from tests.ops import LAYERS
 
 DROP_INS = [pytest.param(stock, fused, id=fused.__name__) for stock, fused in modules.DROP_IN.items()]
 #: One set of constructor arguments for each torch class; a class without a line is constructed without any.

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICES, PLACES, Place, assert_close, assert_no_worse, needs_gpu, same_bits
 from torch import Tensor, nn
 
 import fastlayers
 from fastlayers import backends, functional
 from fastlayers.ops import layer_norm, reference
+from tests.harness import DEVICES, PLACES, Place, assert_close, assert_no_worse, needs_gpu, same_bits
 
 EVERYWHERE = pytest.mark.parametrize(
     "place", [pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend != "cpu"]

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICES, PLACES, Place, assert_like, excess, greatest_error
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastlayers import backends, functional
 from fastlayers.patching.regions.region import largest_of
+from tests.harness import DEVICES, PLACES, Place, assert_like, excess, greatest_error
 
 pytest.importorskip("expecttest", reason="torch.testing._internal imports it")
 from torch.testing._internal import common_utils

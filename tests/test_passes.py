@@ -9,11 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from recorded.programs import PROGRAMS, as_on_an_h100, decode, read, text_of
-
 from fastlayers.patching.fusion import passes
 from fastlayers.patching.program.lint import lint
 from fastlayers.patching.program.program import Operation, Program, Value
+from tests.recorded.programs import PROGRAMS, as_on_an_h100, decode, read, text_of
 
 NAMES = [each.name for each in passes.PASSES]
 aten = torch.ops.aten

@@ -9,14 +9,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_no_worse, judge
-from test_patching_losses import assert_same_step, batch, causal_model, chunked, is_lazy, step  # noqa: F401
 from torch import nn
 
 from fastlayers.patching import patch_model
 from fastlayers.patching.libraries.transformers.loss_functions import check_head
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.regions.results import Taken, put_together, take_apart
+from tests.harness import assert_no_worse, judge
+from tests.test_patching_losses import assert_same_step, batch, causal_model, chunked, is_lazy, step  # noqa: F401
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:a loss was computed"),

@@ -9,11 +9,11 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from patching_harness import builder, clone, fused, same, spelled, tensors
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fastlayers.patching import patch_model
+from tests.patching_harness import builder, clone, fused, same, spelled, tensors
 
 CASTING = (
     F.linear,

@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from patching_harness import builder, fused, same, tensors
 from torch import nn
 
 from fastlayers.patching import patch_model, verify_patch
+from tests.patching_harness import builder, fused, same, tensors
 
 
 @pytest.fixture

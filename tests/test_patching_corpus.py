@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from corpus.check import check
-from corpus.models import build, families, names
+
+from tests.corpus.check import check
+from tests.corpus.models import build, families, names
 
 QUICK = {
     "torchvision:shufflenet_v2_x0_5": {"conv_batch_norm_act": 37},

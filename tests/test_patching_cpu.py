@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import needs_gpu
 from torch import nn
 
 import fastlayers
@@ -13,6 +12,7 @@ from fastlayers import backends
 from fastlayers.ops.dispatch import Family
 from fastlayers.patching import ModuleRule, PatchError, register_rule
 from fastlayers.patching.runtime.checks import rewritten_everywhere
+from tests.harness import needs_gpu
 
 X = torch.randn(2, 3, 8)
 

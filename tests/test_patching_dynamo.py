@@ -6,12 +6,10 @@ import copy
 import math
 import re
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_no_worse
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +23,8 @@ from fastlayers.patching import (
     patch_model,
     register_rule,
 )
+from tests import ROOT
+from tests.harness import assert_no_worse
 
 
 @pytest.fixture(autouse=True)
@@ -632,7 +632,7 @@ def test_by_name():
 
 
 def test_entry_point():
-    declared = Path(__file__).parents[1].joinpath("pyproject.toml").read_text()
+    declared = ROOT.joinpath("pyproject.toml").read_text()
     value = re.search(r'"torch_dynamo_backends"\]\nfastlayers = "(.*)"', declared)[1]
     assert EntryPoint("fastlayers", value, "torch_dynamo_backends").load() is dynamo_backend
 

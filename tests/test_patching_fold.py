@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import assert_no_worse, needs_gpu
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, weight_norm
@@ -38,6 +37,7 @@ from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.regions.region import CALLS
 from fastlayers.patching.runtime import convolution, folded_layers
+from tests.harness import assert_no_worse, needs_gpu
 
 
 class Block(nn.Module):

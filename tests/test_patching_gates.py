@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_no_worse, needs_gpu
-from patching_harness import builder, fused, reasons, same, tensors
-from test_glu import StandIns
 from torch import nn
 
 from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model, verify_patch
 from fastlayers.patching.runtime import calls
+from tests.harness import assert_no_worse, needs_gpu
+from tests.patching_harness import builder, fused, reasons, same, tensors
+from tests.test_glu import StandIns
 
 
 @pytest.fixture

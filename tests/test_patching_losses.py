@@ -10,7 +10,6 @@ from types import MethodType
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_no_worse, needs_gpu
 from torch import nn
 
 import fastlayers
@@ -19,6 +18,7 @@ from fastlayers.patching import patch_model, patch_report, plan_patch, unpatch_m
 from fastlayers.patching.reasons import PatchWarning
 from fastlayers.patching.regions.results import Taken, put_together, take_apart
 from fastlayers.patching.runtime.lazy import LazyTensor
+from tests.harness import assert_no_worse, needs_gpu
 
 
 def counts(model):

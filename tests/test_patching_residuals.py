@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICES
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastlayers.ops import batch_norm, elementwise
@@ -16,6 +15,7 @@ from fastlayers.patching.program.executors import KEYS, Facts, PythonExecutor, e
 from fastlayers.patching.program.program import Operation, Program, Value, plain_name
 from fastlayers.patching.program.tape import Tape
 from fastlayers.patching.regions.region import agree
+from tests.harness import DEVICES
 
 ops = torch.ops.fastlayers
 pytestmark = pytest.mark.skipif(not hasattr(ops, "batch_norm_train"), reason="csrc is not built")

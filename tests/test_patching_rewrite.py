@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_no_worse
-from patching_harness import builder, fused, reasons, same, tensors
 from torch import nn
 
 from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model, verify_patch
 from fastlayers.patching.rewrite.generate import share_lookups
 from fastlayers.patching.runtime.checks import untouched
+from tests.harness import assert_no_worse
+from tests.patching_harness import builder, fused, reasons, same, tensors
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from patching_harness import fused, same, tensors
 from torch import nn
 
 from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model, verify_patch
+from tests.patching_harness import fused, same, tensors
 
 
 class Base(nn.Module):

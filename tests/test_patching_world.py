@@ -20,8 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.nn.utils.prune
-from harness import assert_no_worse
-from processes import run_in_processes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -41,6 +39,8 @@ from fastlayers.patching import (
     verify_patch,
 )
 from fastlayers.patching.regions.region import Region
+from tests.distributed.processes import run_in_processes
+from tests.harness import assert_no_worse
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_no_worse
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,6 +16,7 @@ from fastlayers.backends import backend
 from fastlayers.ops import post_ops
 from fastlayers.ops.activations import ACTIVATIONS
 from fastlayers.patching.runtime.calls import linear_act
+from tests.harness import assert_no_worse
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 

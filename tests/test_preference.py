@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness import assert_close
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from fastlayers import functional
 from fastlayers.ops.preference import CPO, DIVERGENCES, DPO, GRPO, KTO, LEVELS, OF_SCORES, REDUCTIONS, SORTED
+from tests.harness import assert_close
 
 B, T = 6, 9
 WIDE = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])

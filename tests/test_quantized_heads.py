@@ -8,9 +8,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_close, excess, greatest_error, same_bits
-from ops import LINEAR_CROSS_ENTROPY, LINEAR_LOG_PROB
-from test_linear_cross_entropy import Largest, adapter, inputs
 from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves
@@ -18,6 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fastlayers import backends, functional
 from fastlayers.ops import quantized
+from tests.harness import assert_close, excess, greatest_error, same_bits
+from tests.ops import LINEAR_CROSS_ENTROPY, LINEAR_LOG_PROB
+from tests.test_linear_cross_entropy import Largest, adapter, inputs
 
 aten = torch.ops.aten
 FUNCTIONS = {

@@ -7,13 +7,12 @@ import io
 import re
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
 from fastlayers.patching import Reason
+from tests import ROOT
 
-ROOT = Path(__file__).parents[1]
 FILES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "examples/README")]
 #: By their path.
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (*FILES, *sorted((ROOT / "docs").rglob("*.md")))}

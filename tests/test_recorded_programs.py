@@ -9,13 +9,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from recorded.programs import NETWORKS, expected_texts, fused_texts
+from tests.recorded.programs import NETWORKS, expected_texts, fused_texts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("network", NETWORKS)
 def test_passes(network):
-    """A change that is meant: look at it, and accept it with ``python3 tests/recorded/programs.py``."""
+    """A change that is meant: look at it, and accept it with ``python3 -m tests.recorded.programs``."""
     found, expected = fused_texts(network), expected_texts(network)
     assert len(found) == len(expected)
     for i, (now, before) in enumerate(zip(found, expected, strict=True)):

@@ -21,8 +21,6 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICES, assert_no_worse, needs_gpu
-from test_squeeze_excite import SqueezeExcite, StandIns
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
@@ -45,6 +43,8 @@ from fastlayers.patching.reasons import PatchWarning, Refusal
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.regions.region import MAX_RECORDINGS, Region, region_class, size_of
+from tests.harness import DEVICES, assert_no_worse, needs_gpu
+from tests.test_squeeze_excite import SqueezeExcite, StandIns
 
 
 class Attention(nn.Module):

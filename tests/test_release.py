@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import fastlayers
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 TODAY = date(2026, 5, 17)
 PACKAGE = {
     "fastlayers/__init__.py": "",

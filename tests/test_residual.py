@@ -10,7 +10,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import (
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+import fastlayers
+from fastlayers import backends, functional
+from fastlayers.ops import residual as ops
+from tests.harness import (
     DEVICES,
     PLACES,
     answer,
@@ -22,14 +29,19 @@ from harness import (
     same_bits,
     steps,
 )
-from ops import DROPOUT_ADD, HALF, Input, Op, Sample, channels_last, expanded, one_value, pairs, strided, transposed
-from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
-from torch.utils.checkpoint import checkpoint
-
-import fastlayers
-from fastlayers import backends, functional
-from fastlayers.ops import residual as ops
+from tests.ops import (
+    DROPOUT_ADD,
+    HALF,
+    Input,
+    Op,
+    Sample,
+    channels_last,
+    expanded,
+    one_value,
+    pairs,
+    strided,
+    transposed,
+)
 
 KERNELS = [
     pytest.param(place, marks=place.marks(), id=str(place))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
+
 FILES = sorted((ROOT / "fastlayers").rglob("*.py"))
 #: Model libraries. Those of training, of quantisation and of checkpoints are known elsewhere too.
 LIBRARIES = re.compile(r"\b(transformers|timm|torchvision|diffusers|huggingface_hub)\b")

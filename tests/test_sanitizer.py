@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ops import OPS, channels_last, expanded, misaligned, row_slice, strided, transposed
-from sanitizer import __main__ as sanitizer
-from sanitizer import kernels, selection, worker
 
 from fastlayers.build import BuildError
+from tests.ops import OPS, channels_last, expanded, misaligned, row_slice, strided, transposed
+from tests.sanitizer import __main__ as sanitizer
+from tests.sanitizer import kernels, selection, worker
 
 CASES = selection.cases()
 REPORTS = {

@@ -14,7 +14,6 @@ import pickle
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import ClassVar
 from unittest import mock
 
@@ -47,6 +46,7 @@ from fastlayers.graphs.capture import Capture
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.region import Region
 from fastlayers.patching.rewrite.classes import Generated
+from tests import ROOT
 
 MODES = {
     "grad": nullcontext, "more grad": nullcontext, "most grad": nullcontext, "checkpoint": nullcontext,
@@ -56,7 +56,7 @@ BACKWARDS = [*["grad", "backward"] * 2, "retain_graph", "create_graph", "compile
 WIDTH = 6
 PART = 100
 PARTS_OF_ALL = int(os.environ.get("FASTLAYERS_SEQUENCES", PART)) // PART
-DONE = Path(__file__).parents[1] / ".hypothesis"
+DONE = ROOT / ".hypothesis"
 #: What a patched model may raise and a stock one does not: docs/guarantees.md says when.
 ALLOWED = (
     "to differentiate the backward",

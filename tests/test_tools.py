@@ -12,7 +12,6 @@ import random
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastlayers
+from tests import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-PAGE = Path(__file__).parents[1] / "docs" / "tools.md"
+PAGE = ROOT / "docs" / "tools.md"
 LABELS = torch.tensor([0, 1])
 
 

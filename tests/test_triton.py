@@ -12,8 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import draw
 import pytest
+
+from tests import draw
 
 pytest.importorskip("triton")
 

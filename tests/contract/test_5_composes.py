@@ -8,7 +8,12 @@ import pickle
 
 import pytest
 import torch
-from harness import (
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fastlayers
+from fastlayers import backends, functional
+from tests.harness import (
     DEVICES,
     answer,
     assert_close,
@@ -20,7 +25,7 @@ from harness import (
     plain,
     same_bits,
 )
-from ops import (
+from tests.ops import (
     ADD_LAYER_NORM,
     ADD_RELU,
     ADD_RMS_NORM,
@@ -38,11 +43,6 @@ from ops import (
     SOFTMAX,
     Call,
 )
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-import fastlayers
-from fastlayers import backends, functional
 
 BY_NAME = {"ids": lambda value: getattr(value, "name", value)}
 

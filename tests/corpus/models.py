@@ -51,7 +51,7 @@ def build(name: str) -> Sample:
 @functools.cache
 def package_models() -> dict[str, Callable[[], Sample]]:
     """The models of other packages, by their whole names."""
-    from corpus.packages import images, sound_and_text, transformers_by_hand
+    from tests.corpus.packages import images, sound_and_text, transformers_by_hand
 
     return {**transformers_by_hand.MODELS, **images.MODELS, **sound_and_text.MODELS}
 

@@ -13,11 +13,11 @@ import math
 
 import pytest
 import torch
-from harness import Place, assert_like, cases, check_answer
 from torch import nn
 
 from fastlayers.ops import post_ops
 from fastlayers.ops.activations import ACTIVATIONS
+from tests.harness import Place, assert_like, cases, check_answer
 
 CPU = torch.device("cpu")
 ACTS = [*post_ops.ATTRIBUTES, *post_ops.IN_PLACE]

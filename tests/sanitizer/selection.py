@@ -1,7 +1,7 @@
 """What runs under compute-sanitizer: calls of the table of ops, and of what the table has no row for.
 
 A row of ``CLAIMED`` says which kernels of csrc its calls launch. tests/test_sanitizer.py compares it with csrc, and
-``python -m sanitizer --list`` with what a GPU launches.
+``python -m tests.sanitizer --list`` with what a GPU launches.
 """
 
 from __future__ import annotations
@@ -13,8 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from harness import elements, gradients_of, outputs
-from ops import (
+from torch import Tensor, nn
+
+import fastlayers
+from fastlayers import backends, functional
+from fastlayers.ops import vocab_parallel
+from fastlayers.ops.low_rank import add_low_rank
+from tests.harness import elements, gradients_of, outputs
+from tests.ops import (
     OPS,
     Call,
     Input,
@@ -34,12 +40,6 @@ from ops import (
     with_infinities,
     with_nan,
 )
-from torch import Tensor, nn
-
-import fastlayers
-from fastlayers import backends, functional
-from fastlayers.ops import vocab_parallel
-from fastlayers.ops.low_rank import add_low_rank
 
 #: Samples that differ from others in their values launch the same kernels.
 SPECIAL_VALUES = (with_nan, with_infinities, large, shifted, few_values)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from sanitizer import kernels, selection, worker
 
 from fastlayers.kernels import bias_act, channels, flat, group_norm, kl_div, launch, layer_norm, softmax
+from tests.sanitizer import kernels, selection, worker
 
 
 def test_every_triton_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:

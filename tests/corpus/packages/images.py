@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from corpus.models import Sample, images
+from tests.corpus.models import Sample, images
 
 __all__ = ["MODELS"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from corpus.models import Sample, images
+from tests.corpus.models import Sample, images
 
 __all__ = ["MODELS"]
 
