@@ -1,6 +1,6 @@
 """Random calls of every op: shapes, strides, storage offsets, dtypes and options, as strategies of hypothesis.
 
-A call is a :class:`ops.Sample` whose parts can be written as JSON, so that one that failed is kept as a line of text,
+A call is a :class:`table.Sample` whose parts can be written as JSON, so that one that failed is kept as a line of text,
 whatever becomes of the strategies.
 """
 
@@ -16,25 +16,25 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests import ops
-from tests.ops import Input, Op, Sample
+from tests import table
+from tests.table import Input, Op, Sample
 
-HALF = ops.HALF
+HALF = table.HALF
 Draw = Callable[[Any], Any]
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 VALUES: dict[str, Callable[..., Any]] = {
-    "normal": lambda: ops.normal,
-    "positive": lambda: ops.positive,
-    "times": ops.times,
-    "constant": ops.constant,
-    "classes": ops.classes,
-    "some_ignored": ops.some_ignored,
-    "rows_ignored": lambda: ops.rows_ignored,
-    "keep_most": lambda: ops.keep_most,
-    "few_values": lambda: ops.few_values,
-    "log_probabilities": lambda: ops.log_probabilities,
+    "normal": lambda: table.normal,
+    "positive": lambda: table.positive,
+    "times": table.times,
+    "constant": table.constant,
+    "classes": table.classes,
+    "some_ignored": table.some_ignored,
+    "rows_ignored": lambda: table.rows_ignored,
+    "keep_most": lambda: table.keep_most,
+    "few_values": lambda: table.few_values,
+    "log_probabilities": lambda: table.log_probabilities,
 }
 
 
@@ -397,13 +397,13 @@ def affine(draw: Draw, channels: int) -> tuple[Input | None, Input | None]:
 def group_norm(draw: Draw, sizes: Sizes) -> Arguments:
     shape = image(draw, sizes, (1, 3), LEAST)
     groups = draw(st.sampled_from([g for g in range(1, shape[1] + 1) if shape[1] % g == 0]))
-    act = one_of(draw, *ops.ACTIVATIONS) if chance(draw, 50) else None
+    act = one_of(draw, *table.ACTIVATIONS) if chance(draw, 50) else None
     return (tensor(draw, shape, chance(draw, 30)), groups, *affine(draw, shape[1])), {"act": act} if act else {}
 
 
 def instance_norm(draw: Draw, sizes: Sizes) -> Arguments:
     shape = image(draw, sizes, (1, 3), LEAST)
-    act = one_of(draw, *ops.ACTIVATIONS) if chance(draw, 40) else None
+    act = one_of(draw, *table.ACTIVATIONS) if chance(draw, 40) else None
     return (tensor(draw, shape, chance(draw, 30)), None, None, *affine(draw, shape[1])), {"act": act} if act else {}
 
 
@@ -416,7 +416,7 @@ def batch_norm(training: bool) -> Callable[[Draw, Sizes], Arguments]:
         x = tensor(draw, shape, wild)
         kwargs: dict[str, Any] = {}
         if chance(draw, 50):
-            kwargs["act"] = one_of(draw, *ops.ACTIVATIONS)
+            kwargs["act"] = one_of(draw, *table.ACTIVATIONS)
         if chance(draw, 40):
             alike = Input(shape, x.layout, NORMAL)
             kwargs["residual"] = alike if chance(draw, 70) else tensor(draw, shape, wild, NORMAL)
@@ -430,7 +430,7 @@ def batch_norm(training: bool) -> Callable[[Draw, Sizes], Arguments]:
 
 
 def act_of(draw: Draw) -> str:
-    return one_of(draw, *(act for act in ops.STOCK_ACTS if act is not None))
+    return one_of(draw, *(act for act in table.STOCK_ACTS if act is not None))
 
 
 def bias_act(draw: Draw, sizes: Sizes) -> Arguments:
@@ -639,7 +639,7 @@ BUILDERS: dict[str, Callable[[Draw, Sizes], Arguments]] = {
     "batch_norm": batch_norm(training=True),
     "batch_norm_eval": batch_norm(training=False),
     "bias_act": bias_act,
-    **{op.name: bare for op in ops.BARE},
+    **{op.name: bare for op in table.BARE},
     "swiglu": two,
     "geglu": geglu,
     "reglu": two,
@@ -663,7 +663,7 @@ NO_JUDGE = {"js_div_logits": (torch.float64,), "linear_divergence": (torch.float
 
 
 @st.composite
-def random_cases(draw: Draw, op: Op, sizes: Sizes, dtypes: Sequence[torch.dtype] = ops.FLOATING) -> Case:
+def random_cases(draw: Draw, op: Op, sizes: Sizes, dtypes: Sequence[torch.dtype] = table.FLOATING) -> Case:
     args, kwargs = BUILDERS[op.name](draw, sizes)
     judged = [dtype for dtype in op.dtypes if dtype in dtypes and dtype not in NO_JUDGE.get(op.name, ())]
     # The name is the seed of the values.

@@ -22,7 +22,7 @@ from fastlayers.patching.libraries.transformers.loss_functions import DeferredLo
 from fastlayers.patching.runtime.lazy import Head
 from tests.distributed.processes import run_in_processes
 from tests.harness import DEVICES, assert_close, excess, greatest_error, same_bits
-from tests.ops import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY, nbytes
+from tests.table import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY, nbytes
 
 REDUCTIONS = ("mean", "sum", "none")
 reference = LINEAR_CROSS_ENTROPY.reference

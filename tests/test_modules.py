@@ -17,7 +17,7 @@ import fastlayers
 from fastlayers import backends, modules
 from fastlayers.modules.linear_cross_entropy import LinearCrossEntropyLoss
 from tests.harness import DEVICES, PLACES, assert_close
-from tests.ops import LAYERS
+from tests.table import LAYERS
 
 DROP_INS = [pytest.param(stock, fused, id=fused.__name__) for stock, fused in modules.DROP_IN.items()]
 #: One set of constructor arguments for each torch class; a class without a line is constructed without any.

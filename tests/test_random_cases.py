@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from fastlayers.backends import BackendError
 from tests import ROOT
 from tests.harness import INTERPRETER, PLACES, Place, check_answer
-from tests.ops import FLOATING, OPS, Op
 from tests.random_cases import BUILDERS, Case, Sizes, random_cases
+from tests.table import FLOATING, OPS, Op
 
 KEPT = Path(__file__).with_name("random_failures.jsonl")
 FAILURES = Path(os.environ.get("FASTLAYERS_RANDOM_FAILURES", ROOT / "build/random_failures.jsonl"))

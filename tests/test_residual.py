@@ -29,7 +29,7 @@ from tests.harness import (
     same_bits,
     steps,
 )
-from tests.ops import (
+from tests.table import (
     DROPOUT_ADD,
     HALF,
     Input,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fastlayers.build import BuildError
-from tests.ops import OPS, channels_last, expanded, misaligned, row_slice, strided, transposed
 from tests.sanitizer import __main__ as sanitizer
 from tests.sanitizer import kernels, selection, worker
+from tests.table import OPS, channels_last, expanded, misaligned, row_slice, strided, transposed
 
 CASES = selection.cases()
 REPORTS = {

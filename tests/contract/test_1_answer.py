@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.harness import DEVICES, DRAWS, answer, assert_close, cases, check_answer, excess, greatest_error, plain
-from tests.ops import FLOATING, HALF, OPS, Input, Sample, expanded, misaligned, one_value, strided, transposed
+from tests.table import FLOATING, HALF, OPS, Input, Sample, expanded, misaligned, one_value, strided, transposed
 
 
 @cases()

@@ -21,7 +21,7 @@ from tests.harness import (
     outputs,
     plain,
 )
-from tests.ops import MUL, OPS, SOFTMAX, Input, Sample
+from tests.table import MUL, OPS, SOFTMAX, Input, Sample
 
 KERNELS_ON_GPU = [
     pytest.param(op, Place("cuda", backend), marks=Place("cuda", backend).marks(), id=f"{op.name}-{backend}")

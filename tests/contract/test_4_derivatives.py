@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from tests.harness import DEVICES, INTERPRETER, answer, assert_close, cases, joined, plain, smooth
-from tests.ops import OPS
+from tests.table import OPS
 
 FLOAT64 = [torch.float64]
 

@@ -25,7 +25,7 @@ from tests.harness import (
     plain,
     same_bits,
 )
-from tests.ops import (
+from tests.table import (
     ADD_LAYER_NORM,
     ADD_RELU,
     ADD_RMS_NORM,

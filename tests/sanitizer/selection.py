@@ -20,7 +20,7 @@ from fastlayers import backends, functional
 from fastlayers.ops import vocab_parallel
 from fastlayers.ops.low_rank import add_low_rank
 from tests.harness import elements, gradients_of, outputs
-from tests.ops import (
+from tests.table import (
     OPS,
     Call,
     Input,
