@@ -44,7 +44,7 @@ from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.regions.region import MAX_RECORDINGS, Region, region_class, size_of
 from tests.harness import DEVICES, assert_no_worse, needs_gpu
-from tests.test_squeeze_excite import SqueezeExcite, StandIns
+from tests.ops.test_squeeze_excite import SqueezeExcite, StandIns
 
 
 class Attention(nn.Module):

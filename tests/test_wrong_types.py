@@ -23,7 +23,7 @@ def tensors_of(sample):
 
 def test_every_function_is_called():
     # squeeze_excite takes a function, and vocab_parallel_cross_entropy a process group. Losses of preferences have no
-    # kernels, and the largest logits no gradient: tests/test_linear_topk.py calls these.
+    # kernels, and the largest logits no gradient: tests/ops/test_linear_topk.py calls these.
     others = {name for name in set(functional.__all__) - set(CALLS) if not name.endswith("_loss")}
     without_gradient = {"linear_topk", "linear_argmax", "linear_accuracy"}
     assert others <= {"squeeze_excite", "vocab_parallel_cross_entropy"} | without_gradient

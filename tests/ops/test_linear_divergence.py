@@ -14,9 +14,9 @@ from fastlayers import backends, functional
 from fastlayers.ops import head, quantized
 from fastlayers.ops.linear_divergence import DIVERGENCES, teacher_rows
 from tests.harness import DEVICES, assert_close, excess, greatest_error, same_bits
+from tests.ops.test_linear_cross_entropy import Largest, adapter
+from tests.ops.test_quantized import Scaled, Unsliced
 from tests.table import LINEAR_DIVERGENCE, nbytes
-from tests.test_linear_cross_entropy import Largest, adapter
-from tests.test_quantized_heads import Scaled, Unsliced
 
 REDUCTIONS = ("none", "sum", "batchmean", "mean")
 reference = LINEAR_DIVERGENCE.reference

@@ -15,7 +15,7 @@ from fastlayers import backends, functional
 from fastlayers.ops import head, linear_topk
 from tests import ROOT, draw
 from tests.harness import DEVICES, assert_no_worse, same_bits
-from tests.test_linear_cross_entropy import Largest, inputs
+from tests.ops.test_linear_cross_entropy import Largest, inputs
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

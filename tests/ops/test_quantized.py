@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from fastlayers import backends, functional
 from fastlayers.ops import quantized
 from tests.harness import assert_close, excess, greatest_error, same_bits
+from tests.ops.test_linear_cross_entropy import Largest, adapter, inputs
 from tests.table import LINEAR_CROSS_ENTROPY, LINEAR_LOG_PROB
-from tests.test_linear_cross_entropy import Largest, adapter, inputs
 
 aten = torch.ops.aten
 FUNCTIONS = {

@@ -8,8 +8,8 @@ import torch
 from fastlayers import functional
 from fastlayers.ops import head, linear_log_prob
 from tests.harness import DEVICES, excess, greatest_error
+from tests.ops.test_linear_cross_entropy import Largest, adapter, inputs
 from tests.table import LINEAR_LOG_PROB
-from tests.test_linear_cross_entropy import Largest, adapter, inputs
 
 reference = LINEAR_LOG_PROB.reference
 
