@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fastlayers import DROP_IN
+from tests.functional.test_opinfo import check, checked
 from tests.harness import DEVICES
-from tests.test_opinfo import check, checked
 
 pytest.importorskip("expecttest", reason="torch.testing._internal imports it")
 from torch.testing._internal.common_modules import FunctionInput, ModuleErrorEnum, ModuleInfo, module_db
