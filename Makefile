@@ -123,7 +123,7 @@ regions:
 
 test-gpu: fastlayers/_C.so regions  ## the tests on a GPU, and what Triton kernels spill, with the python3 that is there
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
-	PYTHONPATH=. $(PYTHON) -m pytest tests/triton_kernels/compile_all.py $(ARGS)
+	PYTHONPATH=. $(PYTHON) -m pytest tests/kernels/compile_all.py $(ARGS)
 
 # FASTLAYERS_RANDOM_SEED chooses other calls. Those that fail are kept in build/random_failures.jsonl.
 test-random: fastlayers/_C.so regions  ## 10,000 random calls against float64 on a GPU: ARGS='-n 12' shares them among processes

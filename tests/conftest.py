@@ -39,7 +39,7 @@ CACHED = 2**30
 #: Held by the one test that takes most of the GPU's memory.
 LARGE_TEST = Path(tempfile.gettempdir()) / "fastlayers-gpu-memory.lock"
 #: The tests of these files wait for processes of their own, some for minutes; the first one named takes longest.
-LONGEST = ("test_triton_kernels[compiled]", "test_triton.py", "test_triton_interpreter.py", "test_examples.py")
+LONGEST = ("test_triton_kernels[compiled]", "test_kernels.py", "test_triton_interpreter.py", "test_examples.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""The kernel of the pointwise convolution's backward in Triton's interpreter. Run by test_triton.py.
+"""The kernel of the pointwise convolution's backward in Triton's interpreter. Run by test_kernels.py.
 
 In float16: the interpreter multiplies matrices of bfloat16 as the integers that hold their bits.
 """

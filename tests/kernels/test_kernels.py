@@ -3,8 +3,8 @@
 Whether Triton interprets is settled when it is first imported, so each set of files runs in a process of its own. None
 needs a GPU. To run one file by hand::
 
-    TRITON_INTERPRET=1 pytest tests/triton_kernels/interpret_softmax.py
-    pytest tests/triton_kernels/compile_all.py  # for sm_90, too
+    TRITON_INTERPRET=1 pytest tests/kernels/interpret_softmax.py
+    pytest tests/kernels/compile_all.py  # for sm_90, too
 """
 
 import os
