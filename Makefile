@@ -137,7 +137,7 @@ test-asan: $(ENV)  ## AddressSanitizer and UBSan over the CPU kernels: minutes
 	FASTLAYERS_CUDA_ARCHS= CXX='g++ -g1 -fsanitize=address,undefined -fno-sanitize=vptr' $(PY) -m fastlayers build
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 OMP_WAIT_POLICY=passive \
-	    $(PY) -m pytest -n 2 -k cpu tests/contract tests/test_cpu_math.py tests/test_cpu_norms.py tests/test_random_cases.py $(ARGS)
+	    $(PY) -m pytest -n 2 -k cpu tests/contract tests/csrc/test_cpu_math.py tests/csrc/test_cpu_norms.py tests/test_random_cases.py $(ARGS)
 
 bench: fastlayers/_C.so regions  ## the benchmarks on a GPU, with the python3 that is there
 	PYTHONPATH=. $(PYTHON) -m benchmarks run $(ARGS)
