@@ -225,7 +225,7 @@ def names_in_function(module: nn.Module) -> tuple[str, ...]:
 def test_hub_kernels(check):
     pytest.importorskip("kernels")
     pytest.importorskip("transformers")
-    in_new_process(f"from tests import test_integrations; test_integrations.{check.__name__}()")
+    in_new_process(f"from tests.integrations import test_integrations; test_integrations.{check.__name__}()")
 
 
 # ---- Axolotl ---------------------------------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ def test_lightning():
     pytest.importorskip("transformers")
     if importlib.util.find_spec("lightning") is None:
         pytest.skip("needs lightning")
-    in_new_process("from tests import test_integrations as t; t.same_training(t.with_lightning)")
+    in_new_process("from tests.integrations import test_integrations as t; t.same_training(t.with_lightning)")
 
 
 def test_accelerate():
