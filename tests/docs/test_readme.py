@@ -17,7 +17,7 @@ FILES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG",
 #: By their path.
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (*FILES, *sorted((ROOT / "docs").rglob("*.md")))}
 TEXT = PAGES["README.md"]
-#: Runs in a process of its own: tests/test_first_op.py.
+#: Runs in a process of its own: tests/docs/test_first_op.py.
 TUTORIAL = "docs/first-op.md"
 
 
