@@ -83,7 +83,7 @@ test-libraries: $(CORPUS_ENV)  ## environment in .venv-corpus, then the tests th
 	PYTHONPATH=. HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m pytest -p no:hydra_pytest \
 	    $(wildcard tests/test_patching*.py) tests/benchmarks/test_networks.py tests/test_trainers.py tests/ops/test_preference.py \
 	    tests/integrations/test_integrations.py
-	PYTHONPATH=. HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m pytest -p no:hydra_pytest tests/test_examples.py -k fine_tuning
+	PYTHONPATH=. HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m pytest -p no:hydra_pytest tests/examples/test_examples.py -k fine_tuning
 
 test-corpus: test-libraries  ## and then patch every model of the corpus and compare: two hours
 	@# Interrupted, it goes on where it was. The whole, not a part that ARGS choose, writes TABLE.md and PACKAGES.md.

@@ -1,4 +1,4 @@
-"""Runs examples for tests/test_examples.py, each in a fork of a process that has imported what they need.
+"""Runs examples for tests/examples/test_examples.py, each in a fork of a process that has imported what they need.
 
 The imports take longer than the examples' work in a test. A line of its input is a JSON object: ``argv`` as Python
 takes it, the number of ``processes`` that run it, with the environment that torchrun gives them, and the files for
