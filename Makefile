@@ -81,7 +81,7 @@ pytest: $(ENV)  ## the tests alone, on the build that is there
 test-libraries: $(CORPUS_ENV)  ## environment in .venv-corpus, then the tests that need its libraries too: minutes
 	@# hydra 1.0.7, which lightly needs, brings a plugin that Python 3.11 cannot import.
 	PYTHONPATH=. HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m pytest -p no:hydra_pytest \
-	    $(wildcard tests/test_patching*.py) tests/benchmarks/test_networks.py tests/test_trainers.py tests/ops/test_preference.py \
+	    $(wildcard tests/test_patching*.py) tests/benchmarks/test_networks.py tests/patching/test_trainers.py tests/ops/test_preference.py \
 	    tests/integrations/test_integrations.py
 	PYTHONPATH=. HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m pytest -p no:hydra_pytest tests/examples/test_examples.py -k fine_tuning
 
@@ -97,7 +97,7 @@ $(CORPUS_ENV):
 	@touch $@
 
 test-tools: $(TOOLS_ENV)  ## environment in .venv-tools, then 70 tools of other people on a patched model
-	PYTHONPATH=. $(TOOLS)/bin/python -m pytest tests/test_tools.py $(ARGS)
+	PYTHONPATH=. $(TOOLS)/bin/python -m pytest tests/patching/test_tools.py $(ARGS)
 
 $(TOOLS_ENV):
 	@$(INSTALL) $(TOOLS) -r tests/tools.txt

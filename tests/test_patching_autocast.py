@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fastlayers.patching import patch_model
-from tests.patching_harness import builder, clone, fused, same, spelled, tensors
+from tests.patching.harness import builder, clone, fused, same, spelled, tensors
 
 CASTING = (
     F.linear,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastlayers.patching import patch_model, verify_patch
-from tests.patching_harness import builder, fused, same, tensors
+from tests.patching.harness import builder, fused, same, tensors
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fastlayers import backends
 from fastlayers.patching import Reason, fold_batch_norm, patch_model, plan_patch, unpatch_model, verify_patch
 from tests.harness import assert_no_worse
-from tests.patching_harness import builder, fused, reasons, same, tensors
+from tests.patching.harness import builder, fused, reasons, same, tensors
 
 
 @pytest.fixture

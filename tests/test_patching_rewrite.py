@@ -17,7 +17,7 @@ from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model, 
 from fastlayers.patching.rewrite.generate import share_lookups
 from fastlayers.patching.runtime.checks import untouched
 from tests.harness import assert_no_worse
-from tests.patching_harness import builder, fused, reasons, same, tensors
+from tests.patching.harness import builder, fused, reasons, same, tensors
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model, verify_patch
-from tests.patching_harness import fused, same, tensors
+from tests.patching.harness import fused, same, tensors
 
 
 class Base(nn.Module):
