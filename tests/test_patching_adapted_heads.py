@@ -16,7 +16,7 @@ from fastlayers.patching.libraries.transformers.loss_functions import check_head
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.regions.results import Taken, put_together, take_apart
 from tests.harness import assert_no_worse, judge
-from tests.test_patching_losses import assert_same_step, batch, causal_model, chunked, is_lazy, step  # noqa: F401
+from tests.patching.rules.test_loss import assert_same_step, batch, causal_model, chunked, is_lazy, step  # noqa: F401
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:a loss was computed"),
