@@ -230,7 +230,7 @@ def test_nearest_miss(cls, words):
     place, source = re.search(r"at (\S+:\d+): (.*?); (?:before|after) it ", row.detail).groups()
     assert row.detail.replace(place, "LINE") == f"nearest: {words}"
     file, line = place.split(":")
-    assert file == "test_patching_misses.py"
+    assert file == "test_misses.py"
     with open(__file__) as lines:
         assert next(itertools.islice(lines, int(line) - 1, None)).strip() == source
 
