@@ -164,7 +164,7 @@ def executor(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def operations_of_torch(monkeypatch):
-    """What is recorded runs as it is, so that regions are bit-equal. test_fusion.py has what becomes of it on a GPU."""
+    """What is recorded runs as it is, so that regions are bit-equal. test_kernels.py has what becomes of it on a GPU."""
     monkeypatch.setattr(backends, "generates_kernels", lambda device: False)
 
 
