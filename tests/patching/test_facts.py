@@ -28,8 +28,8 @@ from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.rewrite.classes import Generated, swapped_forward
 from fastlayers.patching.runtime.checks import rewritten_everywhere
+from tests.patching.regions.test_region_guards import Body, Middle, helper, made
 from tests.patching.test_replaced import RMSNorm
-from tests.test_guards_of_regions import Body, Middle, helper, made
 
 HERE = sys.modules[__name__]
 SCALE = 2.0
