@@ -81,8 +81,8 @@ pytest: $(ENV)  ## the tests alone, on the build that is there
 test-libraries: $(CORPUS_ENV)  ## environment in .venv-corpus, then the tests that need its libraries too: minutes
 	@# hydra 1.0.7, which lightly needs, brings a plugin that Python 3.11 cannot import.
 	PYTHONPATH=. HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m pytest -p no:hydra_pytest \
-	    $(wildcard tests/test_patching*.py) tests/benchmarks/test_networks.py tests/patching/test_trainers.py tests/ops/test_preference.py \
-	    tests/integrations/test_integrations.py
+	    tests/patching $(addprefix --ignore=tests/patching/,fusion regions test_sequences.py test_tools.py) \
+	    tests/integrations tests/ops/test_preference.py tests/benchmarks/test_networks.py
 	PYTHONPATH=. HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m pytest -p no:hydra_pytest tests/examples/test_examples.py -k fine_tuning
 
 test-corpus: test-libraries  ## and then patch every model of the corpus and compare: two hours

@@ -161,9 +161,7 @@ def test_columns_that_do_not_fit_are_below_the_others(monkeypatch):
     ]
 
 
-PROGRAM = (
-    "import sys; from tests import test_tables; print(test_tables.REPORTS['patch']); test_tables.cli.main(['info'])"
-)
+PROGRAM = "from tests import test_tables; print(test_tables.REPORTS['patch']); test_tables.cli.main(['info'])"
 
 
 @pytest.mark.slow

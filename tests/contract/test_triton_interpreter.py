@@ -17,7 +17,7 @@ from tests import ROOT, draw
 
 pytest.importorskip("triton")
 
-FAMILIES = ("test_cross_entropy.py", "test_norms.py", "test_residual.py", "test_glu.py", "test_linear.py")
+FAMILIES = [f"ops/test_{name}.py" for name in ("cross_entropy", "norms", "residual", "glu", "linear")]
 #: What runs in one process each: files, what is chosen of them, and how many values of a parameter a draw takes. Left
 #: out are compilers and CUDA graphs, which take kernels for what they are, not for what the interpreter makes of them;
 #: layouts of incoming gradients and long rows, which run on a GPU; equal bits from run to run, since the interpreter

@@ -1,7 +1,6 @@
 """Special values on a CPU: NaN and infinities come out where torch has them, under any instruction set.
 
-tests/csrc/test_instruction_sets.py runs this file in processes that have fewer instructions than the machine. To run it by
-hand::
+test_instruction_sets.py runs this file in processes that have fewer instructions than the machine. To run it by hand::
 
     ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 pytest tests/csrc/special_values.py
 """

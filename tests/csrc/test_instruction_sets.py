@@ -13,7 +13,7 @@ from tests import ROOT
 
 #: What torch and csrc may use, and what oneDNN may; a process for each that this CPU has.
 LEVELS = {"DEFAULT": "SSE41", "AVX2": "AVX2", "AVX512": "AVX512_CORE"}
-FILES = ("instruction_sets/special_values.py", "test_cpu_math.py", "test_random_cases.py")
+FILES = ("csrc/special_values.py", "csrc/test_cpu_math.py", "test_random_cases.py")
 #: Without the fused products of AVX2 some sums err more than torch's in float64: there values are tested alone.
 WITH_FUSED_PRODUCTS = ("contract/test_1_answer.py",)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.harness import Place, needs_gpu
 
 SANITIZER = shutil.which("compute-sanitizer", path=os.environ.get("PATH", "") + ":/usr/local/cuda/bin")
@@ -17,8 +18,8 @@ SANITIZER = shutil.which("compute-sanitizer", path=os.environ.get("PATH", "") + 
 @pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer")
 @pytest.mark.skipif(Place("cuda", "cuda").missing() is not None, reason="no CUDA backend")
 def test_memcheck():
-    calls = Path(__file__).parent / "memcheck" / "calls.py"
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(calls.parents[2])}
+    calls = Path(__file__).with_name("memcheck_calls.py")
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
     command = [str(SANITIZER), "--tool", "memcheck", "--print-limit", "5", "--error-exitcode", "9"]
     run = subprocess.run(
         [*command, sys.executable, str(calls)], env=environment, capture_output=True, text=True, timeout=600

@@ -35,7 +35,7 @@ class Runner:
     def __init__(self, folder: Path) -> None:
         self.stdout, self.stderr = folder / "stdout", folder / "stderr"
         self.server = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "examples_server.py")],
+            [sys.executable, str(ROOT / "tests" / "examples" / "server.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

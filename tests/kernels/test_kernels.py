@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from tests import draw
+from tests import ROOT, draw
 
 pytest.importorskip("triton")
 
-FOLDER = Path(__file__).parent / "triton_kernels"
+FOLDER = Path(__file__).parent
 INTERPRETED = sorted(FOLDER.glob("interpret_*.py"))
 #: A process for each: it takes five seconds to import torch and Triton, and to collect.
-SETS = {"compiled": sorted(set(FOLDER.glob("*.py")) - set(INTERPRETED)), "interpreted": INTERPRETED}
+SETS = {"compiled": sorted({*FOLDER.glob("*.py")} - {*INTERPRETED, Path(__file__)}), "interpreted": INTERPRETED}
 
 
 # Not marked slow, of which a draw takes one case: each of its processes draws from its own tests.
@@ -31,5 +31,5 @@ def test_triton_kernels(name: str, inner_run: list[str], pytestconfig: pytest.Co
     # Every specialisation for sm_90 takes four minutes: make test-gpu compiles them.
     options = [*inner_run, *draw.options(pytestconfig, draw.FEW), "-k", "not sm_90"]
     command = [sys.executable, "-m", "pytest", *options, *map(str, SETS[name])]
-    run = subprocess.run(command, env=environment, cwd=FOLDER.parents[1], capture_output=True, text=True)
+    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

@@ -31,6 +31,8 @@ from fastlayers.patching.runtime.checks import rewritten_everywhere
 from tests.patching.regions.test_region_guards import Body, Middle, helper, made
 from tests.patching.test_replaced import RMSNorm
 
+pytestmark = pytest.mark.cpu_kernels
+
 HERE = sys.modules[__name__]
 SCALE = 2.0
 

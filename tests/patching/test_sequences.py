@@ -1,6 +1,6 @@
 """Random sequences of what people do with a model, stock and patched side by side in float64.
 
-``make test`` runs 100 of them, ``make test-all`` 20,000 (FASTLAYERS_SEQUENCES=20000 pytest tests/patching/test_sequences.py).
+``make test`` runs 100 of them, ``make test-all`` 20,000, as FASTLAYERS_SEQUENCES=20000 says.
 These are parts of 100, whose seeds are in the names of the tests. A part that passes becomes a line in
 .hypothesis, and an interrupted run goes on with the others. A sequence that fails is shrunk and printed.
 """
@@ -47,6 +47,8 @@ from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.region import Region
 from fastlayers.patching.rewrite.classes import Generated
 from tests import ROOT
+
+pytestmark = pytest.mark.cpu_kernels
 
 MODES = {
     "grad": nullcontext, "more grad": nullcontext, "most grad": nullcontext, "checkpoint": nullcontext,

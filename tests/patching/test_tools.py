@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fastlayers
 from tests import ROOT
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.cpu_kernels, pytest.mark.filterwarnings("ignore")]
 PAGE = ROOT / "docs" / "tools.md"
 LABELS = torch.tensor([0, 1])
 

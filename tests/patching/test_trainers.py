@@ -11,6 +11,8 @@ import fastlayers
 from fastlayers.patching.rewrite.classes import working
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 
+pytestmark = pytest.mark.cpu_kernels
+
 WORDS = 96
 STEPS = 3
 

@@ -1,6 +1,6 @@
 """What runs under compute-sanitizer: calls of the table of ops, and of what the table has no row for.
 
-A row of ``CLAIMED`` says which kernels of csrc its calls launch. tests/sanitizer/test_sanitizer.py compares it with csrc, and
+A row of ``CLAIMED`` says which kernels of csrc its calls launch. test_sanitizer.py compares it with csrc, and
 ``python -m tests.sanitizer --list`` with what a GPU launches.
 """
 

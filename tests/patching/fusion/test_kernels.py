@@ -51,6 +51,8 @@ from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.regions.region import region_class
 
+pytestmark = pytest.mark.cpu_kernels
+
 INTERPRETED = backends.triton_interprets()
 #: torch's own error of one operation, times the operations of a chain.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -14,6 +14,8 @@ from fastlayers.patching.program.lint import lint
 from fastlayers.patching.program.program import Operation, Program, Value
 from tests.recorded.programs import PROGRAMS, as_on_an_h100, decode, read, text_of
 
+pytestmark = pytest.mark.cpu_kernels
+
 NAMES = [each.name for each in passes.PASSES]
 aten = torch.ops.aten
 

@@ -20,6 +20,8 @@ from fastlayers.patching.program import executors
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.region import Region
 
+pytestmark = pytest.mark.cpu_kernels
+
 SCALE = 1.0
 
 

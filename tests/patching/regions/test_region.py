@@ -46,6 +46,8 @@ from fastlayers.patching.regions.region import MAX_RECORDINGS, Region, region_cl
 from tests.harness import DEVICES, assert_no_worse, needs_gpu
 from tests.ops.test_squeeze_excite import SqueezeExcite, StandIns
 
+pytestmark = pytest.mark.cpu_kernels
+
 
 class Attention(nn.Module):
     def __init__(self, width=16, heads=4):
@@ -164,7 +166,7 @@ def executor(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def operations_of_torch(monkeypatch):
-    """What is recorded runs as it is, so that regions are bit-equal. test_kernels.py has what becomes of it on a GPU."""
+    """What is recorded runs as it is, so that regions are bit-equal. The tests of fusion have what becomes of it."""
     monkeypatch.setattr(backends, "generates_kernels", lambda device: False)
 
 

@@ -33,6 +33,8 @@ from fastlayers.patching.regions.region import Region
 from fastlayers.patching.runtime.checks import original_class, rewritten_everywhere
 from tests.harness import assert_no_worse
 
+pytestmark = pytest.mark.cpu_kernels
+
 logger = logging.getLogger(__name__)
 
 

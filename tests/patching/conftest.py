@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fastlayers import backends
+
+
+@pytest.fixture(autouse=True)
+def _torch_answers_on_a_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests of patching compare with stock torch to the bit, so that no kernel for CPUs serves there unasked.
+
+    What patched models answer with these kernels is tested where a file or a test is marked ``cpu_kernels``.
+    """
+    if request.node.get_closest_marker("cpu_kernels"):
+        yield
+        return
+
+    def choose(device: torch.device) -> str:
+        return "eager" if device.type == "cpu" and backends.get_backend() is None else chosen(device)
+
+    chosen = backends.choose
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "choose", choose)
+        backends.changed()
+        yield
+    backends.changed()
