@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
 
 from fastlayers import backends
-from tests.table import OPS, Call, Input, Op, Sample, contiguous
+from tests.table import OPS
+from tests.table.sample import Call, Input, Op, Sample, contiguous
 
 _NO_GPU = "torch sees no CUDA device"
 _gpu_marks = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=_NO_GPU))

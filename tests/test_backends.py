@@ -15,7 +15,9 @@ from fastlayers.build import BuildInfo
 from fastlayers.ops import softmax
 from tests import ROOT
 from tests.harness import DEVICES, PLACES, answer, assert_close
-from tests.table import ADD_RELU, OPS, SOFTMAX
+from tests.table import OPS
+from tests.table.elementwise import ADD_RELU
+from tests.table.softmax import SOFTMAX
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 has_cpu_kernels = pytest.mark.skipif(backends.problem("cpu") is not None, reason="csrc was not built")

@@ -21,7 +21,8 @@ from fastlayers.backends import BackendError
 from tests import ROOT
 from tests.harness import INTERPRETER, PLACES, Place, check_answer
 from tests.random_cases import BUILDERS, Case, Sizes, random_cases
-from tests.table import FLOATING, OPS, Op
+from tests.table import OPS
+from tests.table.sample import FLOATING, Op
 
 KEPT = Path(__file__).with_name("random_failures.jsonl")
 FAILURES = Path(os.environ.get("FASTLAYERS_RANDOM_FAILURES", ROOT / "build/random_failures.jsonl"))

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tests.harness import DEVICES, DRAWS, answer, assert_close, cases, check_answer, excess, greatest_error, plain
-from tests.table import FLOATING, HALF, OPS, Input, Sample, expanded, misaligned, one_value, strided, transposed
+from tests.table import OPS
+from tests.table.sample import FLOATING, Input, Sample, expanded, misaligned, one_value, strided, transposed
+from tests.table.softmax import HALF
 
 
 @cases()

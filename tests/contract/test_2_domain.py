@@ -21,7 +21,10 @@ from tests.harness import (
     outputs,
     plain,
 )
-from tests.table import MUL, OPS, SOFTMAX, Input, Sample
+from tests.table import OPS
+from tests.table.elementwise import MUL
+from tests.table.sample import Input, Sample
+from tests.table.softmax import SOFTMAX
 
 KERNELS_ON_GPU = [
     pytest.param(op, Place("cuda", backend), marks=Place("cuda", backend).marks(), id=f"{op.name}-{backend}")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.harness import answer, cases, gradients_of, outputs, plain, same_bits
-from tests.table import ADD_RELU, MUL, RELU_ADD, nbytes
+from tests.table.elementwise import ADD_RELU, MUL, RELU_ADD
+from tests.table.sample import nbytes
 
 # Flat and reduced, one block and several, with and without tails.
 FEW = {

@@ -10,7 +10,8 @@ import torch
 from fastlayers import functional
 from fastlayers.ops import batch_norm, group_norm
 from tests.harness import DEVICES
-from tests.table import LAYERS, OPS, Input
+from tests.table import LAYERS, OPS
+from tests.table.sample import Input
 
 CALLS = {op.fused.__name__: (op.fused, op.samples[0]) for op in OPS if op.fused.__name__ in functional.__all__}
 WRONG = {"None": None, "list": [1.0], "str": "no"}

@@ -16,7 +16,9 @@ from fastlayers import backends, functional
 from fastlayers.ops import cross_entropy as ops
 from tests import ROOT
 from tests.harness import INTERPRETER, PLACES, Place, answer, assert_close, assert_no_worse, excess, needs_gpu
-from tests.table import CROSS_ENTROPY, HALF, Call
+from tests.table.losses import CROSS_ENTROPY
+from tests.table.sample import Call
+from tests.table.softmax import HALF
 
 BACKENDS = [
     pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in ("triton", "cuda")

@@ -18,7 +18,8 @@ from fastlayers import backends, functional
 from fastlayers.ops import glu
 from fastlayers.ops.activations import BY_CODE
 from tests.harness import DEVICES, PLACES, answer, assert_close, assert_no_worse, needs_gpu, same_bits
-from tests.table import GATED_LINEAR, GLU, Call
+from tests.table.activations import GATED_LINEAR, GLU
+from tests.table.sample import Call
 
 KERNELS = [pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in GLU.kernels]
 

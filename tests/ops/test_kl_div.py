@@ -13,7 +13,7 @@ from torch import nn
 import fastlayers
 from fastlayers import functional
 from tests.harness import PLACES, Place, assert_close
-from tests.table import GPU_KERNELS
+from tests.table.elementwise import GPU_KERNELS
 
 BACKENDS = [
     pytest.param(place, marks=place.marks(), id=str(place))

@@ -22,7 +22,8 @@ from fastlayers.patching.libraries.transformers.loss_functions import DeferredLo
 from fastlayers.patching.runtime.lazy import Head
 from tests.distributed.processes import run_in_processes
 from tests.harness import DEVICES, assert_close, excess, greatest_error, same_bits
-from tests.table import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY, nbytes
+from tests.table.losses import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
+from tests.table.sample import nbytes
 
 REDUCTIONS = ("mean", "sum", "none")
 reference = LINEAR_CROSS_ENTROPY.reference

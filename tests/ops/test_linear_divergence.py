@@ -16,7 +16,8 @@ from fastlayers.ops.linear_divergence import DIVERGENCES, teacher_rows
 from tests.harness import DEVICES, assert_close, excess, greatest_error, same_bits
 from tests.ops.test_linear_cross_entropy import Largest, adapter
 from tests.ops.test_quantized import Scaled, Unsliced
-from tests.table import LINEAR_DIVERGENCE, nbytes
+from tests.table.divergences import LINEAR_DIVERGENCE
+from tests.table.sample import nbytes
 
 REDUCTIONS = ("none", "sum", "batchmean", "mean")
 reference = LINEAR_DIVERGENCE.reference

@@ -9,7 +9,7 @@ from fastlayers import functional
 from fastlayers.ops import head, linear_log_prob
 from tests.harness import DEVICES, excess, greatest_error
 from tests.ops.test_linear_cross_entropy import Largest, adapter, inputs
-from tests.table import LINEAR_LOG_PROB
+from tests.table.losses import LINEAR_LOG_PROB
 
 reference = LINEAR_LOG_PROB.reference
 

@@ -29,19 +29,9 @@ from tests.harness import (
     same_bits,
     steps,
 )
-from tests.table import (
-    DROPOUT_ADD,
-    HALF,
-    Input,
-    Op,
-    Sample,
-    channels_last,
-    expanded,
-    one_value,
-    pairs,
-    strided,
-    transposed,
-)
+from tests.table.elementwise import DROPOUT_ADD, pairs
+from tests.table.sample import Input, Op, Sample, channels_last, expanded, one_value, strided, transposed
+from tests.table.softmax import HALF
 
 KERNELS = [
     pytest.param(place, marks=place.marks(), id=str(place))

@@ -12,7 +12,7 @@ from torch import Tensor
 import fastlayers
 from fastlayers import backends, functional
 from tests.harness import DEVICES, PLACES, Place, assert_close, excess, greatest_error, needs_gpu, steps
-from tests.table import ROTARY, rotary
+from tests.table.rotary import ROTARY, rotary
 
 BACKENDS = [
     pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in ROTARY.kernels

@@ -280,7 +280,7 @@ def names(text: str) -> list[str]:
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.sanitizer", description=__doc__)
     parser.add_argument("--tools", type=names, default=list(TOOLS), help=f"some of {','.join(TOOLS)}")
-    parser.add_argument("--ops", type=names, default=[], help="rows of tests/table.py, and 'more'; default: all")
+    parser.add_argument("--ops", type=names, default=[], help="rows of tests/table, and 'more'; default: all")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes at a time")
     parser.add_argument("--parts", type=int, default=2, help="processes among which a tool's cases are shared")
     parser.add_argument("--limit", type=float, default=480, help="seconds after which a process is stopped")

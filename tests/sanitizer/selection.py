@@ -20,17 +20,16 @@ from fastlayers import backends, functional
 from fastlayers.ops import vocab_parallel
 from fastlayers.ops.low_rank import add_low_rank
 from tests.harness import elements, gradients_of, outputs
-from tests.table import (
-    OPS,
+from tests.table import OPS
+from tests.table.batch_norm import batches, grouped
+from tests.table.elementwise import few_values
+from tests.table.sample import (
     Call,
     Input,
     Op,
     Sample,
-    batches,
     channels_last,
     contiguous,
-    few_values,
-    grouped,
     large,
     misaligned,
     one_value,

@@ -11,7 +11,8 @@ import torch
 from fastlayers.build import BuildError
 from tests.sanitizer import __main__ as sanitizer
 from tests.sanitizer import kernels, selection, worker
-from tests.table import OPS, channels_last, expanded, misaligned, row_slice, strided, transposed
+from tests.table import OPS
+from tests.table.sample import channels_last, expanded, misaligned, row_slice, strided, transposed
 
 CASES = selection.cases()
 REPORTS = {
