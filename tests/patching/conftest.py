@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastlayers import backends
+from tests.patching.harness import builder
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +28,16 @@ def _torch_answers_on_a_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
         backends.changed()
         yield
     backends.changed()
+
+
+@pytest.fixture
+def build(tmp_path):
+    """A function that makes a module of source."""
+    return builder(tmp_path)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -10,12 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastlayers.patching import patch_model, verify_patch
-from tests.patching.harness import builder, fused, same, tensors
-
-
-@pytest.fixture
-def build(tmp_path):
-    return builder(tmp_path)
+from tests.patching.harness import fused, same, tensors
 
 
 def source(module):

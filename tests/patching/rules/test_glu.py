@@ -16,12 +16,7 @@ from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model, 
 from fastlayers.patching.runtime import calls
 from tests.harness import assert_no_worse, needs_gpu
 from tests.ops.test_glu import StandIns
-from tests.patching.harness import builder, fused, reasons, same, tensors
-
-
-@pytest.fixture
-def build(tmp_path):
-    return builder(tmp_path)
+from tests.patching.harness import fused, reasons, same, tensors
 
 
 def undone(model, x):

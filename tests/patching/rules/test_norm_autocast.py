@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fastlayers.patching import patch_model
-from tests.patching.harness import builder, clone, fused, same, spelled, tensors
+from tests.patching.harness import clone, fused, same, spelled, tensors
 
 CASTING = (
     F.linear,
@@ -23,11 +23,6 @@ CASTING = (
     torch.Tensor.__matmul__,
     F.scaled_dot_product_attention,
 )
-
-
-@pytest.fixture
-def build(tmp_path):
-    return builder(tmp_path)
 
 
 class Given(TorchFunctionMode):

@@ -17,13 +17,7 @@ from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model, 
 from fastlayers.patching.rewrite.generate import share_lookups
 from fastlayers.patching.runtime.checks import untouched
 from tests.harness import assert_no_worse
-from tests.patching.harness import builder, fused, reasons, same, tensors
-
-
-@pytest.fixture
-def build(tmp_path):
-    return builder(tmp_path)
-
+from tests.patching.harness import fused, reasons, same, tensors
 
 RELU_ADD = [
     "return F.relu(x) + y",
