@@ -7,6 +7,7 @@ import torch
 
 from fastlayers import backends
 from tests.patching.harness import builder
+from tests.patching.networks import Net
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +42,15 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(1)
+    return torch.randn(2, 4, 6, 6)

@@ -48,6 +48,10 @@ def keep(x):
         STORE.sum()
 
 
+def counts(model):
+    return plan_patch(model).counts()
+
+
 def fused(module):
     return dict(plan_patch(module)[""].fused)
 

@@ -16,7 +16,7 @@ from fastlayers.patching.libraries.transformers.loss_functions import check_head
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.regions.results import Taken, put_together, take_apart
 from tests.harness import assert_no_worse, judge
-from tests.patching.rules.test_loss import assert_same_step, batch, causal_model, chunked, is_lazy, step  # noqa: F401
+from tests.patching.libraries.losses import assert_same_step, batch, causal_model, is_lazy, step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:a loss was computed"),
@@ -53,7 +53,7 @@ def trained(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def assert_deferred(chunked, ours, twin, **kwargs):  # noqa: F811
+def assert_deferred(chunked, ours, twin, **kwargs):
     output = assert_same_step(ours, twin, **kwargs)
     assert len(chunked) == 1
     assert is_lazy(output.logits)
@@ -67,7 +67,7 @@ def assert_deferred(chunked, ours, twin, **kwargs):  # noqa: F811
     [{}, {"lora_dropout": 0.5}, {"use_rslora": True}, {"names": ("first", "second")}],
     ids=["plain", "dropout", "rslora", "another that is not active"],
 )
-def test_lora(options, when, chunked):  # noqa: F811
+def test_lora(options, when, chunked):
     """The head's weight is frozen, and the adapter's gradients are those of stock peft."""
     ours, twin = pair(when, **options)
     assert_deferred(chunked, ours, twin)
@@ -76,7 +76,7 @@ def test_lora(options, when, chunked):  # noqa: F811
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_several_active_adapters(when, chunked):  # noqa: F811
+def test_several_active_adapters(when, chunked):
     ours, twin = pair(when, names=("first", "second"))
     for model in (ours, twin):
         model.base_model.set_adapter(["first", "second"])
@@ -84,7 +84,7 @@ def test_several_active_adapters(when, chunked):  # noqa: F811
     assert sum("lm_head" in name for name in step(ours)[1]) == 4
 
 
-def test_gradients_of_logits_that_are_used_after_the_loss(chunked):  # noqa: F811
+def test_gradients_of_logits_that_are_used_after_the_loss(chunked):
     """Of the very draw of the dropout that the loss had."""
     ours, twin = pair(lora_dropout=0.5)
 
@@ -110,7 +110,7 @@ def test_logits_in_a_result_that_is_taken_apart():
     assert again.logits.requires_grad
 
 
-def test_a_head_that_is_tied_or_trained(chunked):  # noqa: F811
+def test_a_head_that_is_tied_or_trained(chunked):
     ours, twin = pair(model=causal_model(tie_word_embeddings=True))
     for model in (ours, twin):
         weight = model.base_model.model.model.embed_tokens.weight
@@ -121,7 +121,7 @@ def test_a_head_that_is_tied_or_trained(chunked):  # noqa: F811
 
 
 @pytest.mark.parametrize("state", ["disabled", "merged", "unloaded"])
-def test_adapters_that_are_switched_off(state, chunked):  # noqa: F811
+def test_adapters_that_are_switched_off(state, chunked):
     ours, twin = pair()
     contexts = []
     for model in (ours, twin):
@@ -142,7 +142,7 @@ def test_adapters_that_are_switched_off(state, chunked):  # noqa: F811
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("disabled", [False, True])
-def test_a_copy_of_the_head_that_is_trained(when, disabled, chunked):  # noqa: F811
+def test_a_copy_of_the_head_that_is_trained(when, disabled, chunked):
     ours, twin = pair(when, target_modules=["q_proj"], modules_to_save=["lm_head"])
     if disabled:
         with ours.disable_adapter(), twin.disable_adapter(), torch.no_grad():
@@ -154,7 +154,7 @@ def test_a_copy_of_the_head_that_is_trained(when, disabled, chunked):  # noqa: F
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_float32_adapters_beside_16_bits(autocast, chunked):  # noqa: F811
+def test_float32_adapters_beside_16_bits(autocast, chunked):
     """As peft makes them. The loss and the gradients err as little as stock peft's, measured by float64's."""
     ours, twin = pair(dtype=torch.float32 if autocast else torch.bfloat16)
     exact = copy.deepcopy(twin).double()
@@ -195,7 +195,7 @@ def test_a_hook_sees_what_it_would(part):
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}], ids=["DoRA", "an adapter with a bias"])
-def test_other_adapters_keep_their_logits(options, chunked):  # noqa: F811
+def test_other_adapters_keep_their_logits(options, chunked):
     model = causal_model(family="Phi") if "lora_bias" in options else causal_model()
     options = {"target_modules": ["lm_head"], **options}
     ours, twin = pair(model=model, **options)
@@ -204,7 +204,7 @@ def test_other_adapters_keep_their_logits(options, chunked):  # noqa: F811
     assert not chunked
 
 
-def test_a_batch_of_several_adapters(chunked):  # noqa: F811
+def test_a_batch_of_several_adapters(chunked):
     ours, twin = pair(names=("first", "second"))
     found = []
     for model in (ours.eval(), twin.eval()):
@@ -216,7 +216,7 @@ def test_a_batch_of_several_adapters(chunked):  # noqa: F811
 
 
 @pytest.mark.parametrize("names", [(), ("first", "second")], ids=["one", "two"])
-def test_compiled(names, chunked):  # noqa: F811
+def test_compiled(names, chunked):
     torch.compiler.reset()
     ours, twin = pair(names=names)
     if names:
@@ -281,7 +281,7 @@ def wide_model(**options):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("with_adapter", [False, True])
-def test_quantized_heads(bits, with_adapter, when, chunked):  # noqa: F811
+def test_quantized_heads(bits, with_adapter, when, chunked):
     quantize = of_bits(bits, bias=True)
     if with_adapter:
         ours, twin = pair(when, quantize=quantize, model=wide_model())
@@ -314,7 +314,7 @@ def test_a_head_that_computes_in_another_dtype(dtype, compute, autocast):
     judge(answer(ours), answer(twin), answer, (dense(twin),))
 
 
-def test_a_head_that_an_inference_has_packed_is_called(chunked):  # noqa: F811
+def test_a_head_that_an_inference_has_packed_is_called(chunked):
     """bitsandbytes packs weights for a CPU without gradients, if that has products of bfloat16."""
     twin = wide_model().eval()
     of_bits(4)(twin)
