@@ -28,7 +28,7 @@ from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.rewrite.classes import Generated, swapped_forward
 from fastlayers.patching.runtime.checks import rewritten_everywhere
-from tests.patching.regions.test_region_guards import Body, Middle, helper, made
+from tests.patching.regions.guarded import Body, Middle, helper, made
 from tests.patching.test_replaced import RMSNorm
 
 pytestmark = pytest.mark.cpu_kernels

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
-import linecache
-import logging
-import re
 import sys
 import types
 from collections import defaultdict
@@ -19,152 +15,32 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.amp import custom_bwd, custom_fwd
 from torch.ao.nn.quantized import FloatFunctional
-from torch.autograd.function import once_differentiable
 
 import fastlayers
 from fastlayers.graphs.state import State
-from fastlayers.patching import PatchWarning, Reason
 from fastlayers.patching.program import executors
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.entries import no_regions
-from fastlayers.patching.regions.region import Region
 from fastlayers.patching.runtime.checks import original_class, rewritten_everywhere
 from tests.harness import assert_no_worse
+from tests.patching.regions.guarded import (
+    FACTORS,
+    Body,
+    Counting,
+    Middle,
+    Output,
+    Settings,
+    Thing,
+    agree,
+    doubled,
+    helper,
+    logger,
+    made,
+    patched_as,
+)
 
 pytestmark = pytest.mark.cpu_kernels
-
-logger = logging.getLogger(__name__)
-
-
-class Settings:
-    scale = 2.0
-    nested = types.SimpleNamespace(value=2.0)
-
-    @classmethod
-    def twice(cls):
-        return cls.scale * 2
-
-    @staticmethod
-    def half(x):
-        return x * 0.5
-
-
-class Thing:
-    """An object that Python asks for its truth, its equality and its product."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __bool__(self):
-        return self.value > 1
-
-    def __eq__(self, other):
-        return self.value == other
-
-    __hash__ = None
-
-    def __rmul__(self, other):
-        return other * self.value
-
-
-class Counting:
-    """A context manager that counts."""
-
-    entered = 0
-
-    def __enter__(self):
-        self.entered += 1
-
-    def __exit__(self, *error):
-        return None
-
-
-def helper(x, scale=2.0, *, shift=1.0):
-    return x * scale + shift
-
-
-helper.factor = 2.0
-
-
-def doubled(x, scale=2.0, *, shift=1.0):
-    return 2 * (x * scale + shift)
-
-
-FACTORS = [2.0]
-
-
-def with_list(x, factors=FACTORS):
-    return x * factors[0]
-
-
-def checked(x):
-    with torch.autograd.profiler.record_function("checked"):  # which no trace follows
-        return x * 2
-
-
-class Body(nn.Module):
-    """Enough operations for a region."""
-
-    kind = 2.0
-
-    def __init__(self, **attributes):
-        super().__init__()
-        self.norm, self.up, self.down, self.act = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16), nn.GELU()
-        vars(self).update(attributes)
-
-    def body(self, x):
-        return self.down(self.act(self.up(self.norm(x)))) + x
-
-    def middle(self, x):
-        return self.body(x) * 2
-
-
-class Middle(Body):
-    pass
-
-
-def made(result, base=Body, module=__name__, **attributes):
-    """A module with such a result, in a file and a namespace of its own; ``x`` is what its body gives."""
-    source = f"class Made(base):\n    def forward(self, x, *rest):\n        x = self.body(x)\n        return {result}\n"
-    file = f"<{result} of {base.__name__}>"
-    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-    scope = {**globals(), "base": base, "__name__": module}
-    exec(compile(source, file, "exec"), scope)
-    return scope["Made"](**attributes)
-
-
-def run(m, x):
-    x = x.clone().requires_grad_(torch.is_grad_enabled())
-    m.zero_grad()
-    out = m(x)
-    if not torch.is_grad_enabled():
-        return [out]
-    out.square().sum().backward()
-    return [out.detach(), x.grad, *(p.grad for p in m.parameters())]
-
-
-def agree(stock, patched):
-    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
-    for a, b in zip(run(stock, x), run(patched, x), strict=True):
-        torch.testing.assert_close(b, a)
-
-
-def patched_as(stock):
-    """A patched copy that gave the same in four calls. Regions are recorded in the second one."""
-    patched = fastlayers.patch_model(copy.deepcopy(stock))
-    for _ in range(4):
-        agree(stock, patched)
-    return patched
-
-
-@pytest.fixture
-def ran(monkeypatch):
-    """The regions that ran, one for each call."""
-    found, run = [], Region.run
-    monkeypatch.setattr(Region, "run", lambda self, *args: found.append(self) or run(self, *args))
-    return found
 
 
 @contextmanager
@@ -325,173 +201,6 @@ def test_a_graph_sees_the_change(what):
         assert seen or what == "an attribute of a parameter" or what.startswith("a flag")
 
 
-def decorated(function):
-    @functools.wraps(function)
-    def wrapper(*args, inner=None, **kwargs):
-        return function(*args, **kwargs) * (Settings.scale if inner else 1) if "scale" in kwargs else args[0] * 5
-
-    return wrapper
-
-
-@decorated
-def wrapped(x, scale=2.0):
-    return x * scale
-
-
-@pytest.mark.parametrize("given", ["", ", scale=3.0", ", inner=True, scale=3.0"])
-def test_a_wrapper_gets_what_it_is_given(given, ran):
-    """Not the defaults of what it wraps, nor only the arguments of that."""
-    stock = made(f"wrapped(F.gelu(x){given})")
-    patched = patched_as(stock)
-    assert ran
-    with patch.object(Settings, "scale", 9.0):
-        for _ in range(4):
-            agree(stock, patched)
-
-
-class Swish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * torch.sigmoid(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        gate = torch.sigmoid(x)
-        return dy * (gate * (1 + x * (1 - gate)))
-
-
-swish = Swish.apply
-
-
-class Scaled(torch.autograd.Function):
-    """With a context of its own, and arguments that are no tensors."""
-
-    @staticmethod
-    def forward(x, scale, bias=None):
-        return x * Settings.scale * scale, (x > 0)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.scale, ctx.needed = Settings.scale * inputs[1], ctx.needs_input_grad
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    @once_differentiable
-    def vjp(ctx, dy, _):
-        return (dy * ctx.scale if ctx.needed[0] else None), None, None
-
-
-class UnderAutocast(torch.autograd.Function):
-    @staticmethod
-    @custom_fwd(device_type="cpu")
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    @custom_bwd(device_type="cpu")
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        return dy @ weight.mT, x.mT @ dy
-
-
-class ReadsLate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * Settings.scale
-
-
-class Prints(ReadsLate):
-    @staticmethod
-    def backward(ctx, dy):
-        print("backward")
-        return dy * 2
-
-
-class OwnApply(ReadsLate):
-    @classmethod
-    def apply(cls, x):
-        return super().apply(x) + 1
-
-
-FUNCTIONS_OF_AUTOGRAD = {
-    "Swish.apply(F.gelu(x))": [(Swish, "forward"), (Swish, "backward"), (Swish, "apply")],
-    "swish(F.gelu(x))": [(Swish, "forward"), (Swish, "backward")],
-    "Scaled.apply(F.gelu(x), 2.0)[0]": [(Scaled, "forward"), (Scaled, "setup_context"), (Scaled, "vjp")],
-    "UnderAutocast.apply(F.gelu(x), x.detach().mT)": [(UnderAutocast, "forward"), (UnderAutocast, "backward")],
-}
-
-
-@pytest.mark.parametrize("result", FUNCTIONS_OF_AUTOGRAD)
-def test_an_autograd_function_is_followed_forward_and_backward(result, ran):
-    stock = made(result)
-    patched = patched_as(stock)
-    assert ran
-    agree(stock, patched)
-    for cls, name in FUNCTIONS_OF_AUTOGRAD[result]:
-        with patch.object(cls, name, staticmethod(tripled(getattr(cls, name)))):
-            for _ in range(4):
-                agree(stock, patched)
-    with patch.object(Settings, "scale", 9.0):
-        for _ in range(4):
-            agree(stock, patched)
-    agree(stock, patched)
-
-
-def tripled(method):
-    @functools.wraps(method)
-    def replaced(*args):
-        result = method(*args)
-        if isinstance(result, tuple):
-            return result[0] * 3, *result[1:]
-        return result if result is None else result * 3
-
-    return replaced
-
-
-def test_an_autograd_function_knows_what_needs_a_gradient(ran):
-    stock = made("Scaled.apply(F.gelu(x), 2.0)[0] if x.requires_grad else x")
-    patched = patched_as(stock)
-    for p in (*stock.parameters(), *patched.parameters()):
-        p.requires_grad_(False)
-    for _ in range(4):
-        with torch.no_grad():
-            agree(stock, patched)
-        agree(stock, patched)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_an_autograd_function_under_autocast(autocast, ran):
-    stock = made("UnderAutocast.apply(F.gelu(x), x.detach().mT).float()")
-    patched = patched_as(stock)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        for _ in range(4):
-            agree(stock, patched)
-    assert ran
-
-
-@pytest.mark.parametrize(
-    ("result", "reason"),
-    [
-        ("ReadsLate.apply(F.gelu(x))", "a backward reads .*Settings.scale, which may have changed by then"),
-        ("OwnApply.apply(F.gelu(x))", "a backward reads .*Settings.scale, which may have changed by then"),
-        ("Prints.apply(F.gelu(x))", "print"),
-    ],
-)
-def test_what_a_backward_does_that_a_region_cannot(result, reason, ran):
-    patched = patched_as(made(result))
-    (refusal,) = {str(r) for r in type(patched).__fastlayers_region__.refused.values()}
-    assert re.search(reason, refusal)
-    assert not ran
-
-
 class Called(nn.Module):
     """With a ``__call__`` of its own, as an aggregation of torch_geometric has."""
 
@@ -604,11 +313,6 @@ def test_a_graph_sees_what_an_override_reads(monkeypatch):
     assert state.holds()
     monkeypatch.setitem(globals(), "SCALE", 9.0)
     assert not state.holds()
-
-
-class Output:
-    def __init__(self, value):
-        self.value = value
 
 
 def test_a_graph_does_not_mind_a_copy():
@@ -864,107 +568,3 @@ def test_equal_numbers_are_told_apart_by_a_graph(place):
     for value, same in ((0.0, True), (-0.0, False), (0, False), (False, False), (float("0"), True)):
         setattr(Scaled, key, value) if owner is None else owner.__setitem__(key, value)
         assert state.holds() == same, value
-
-
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
-class LayerScale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gamma = nn.Parameter(torch.randn(8))
-
-    def forward(self, x):
-        return x * self.gamma
-
-
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.scale = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), LayerScale()
-
-    def forward(self, x, names=None):
-        if x.dim() > 3:  # The trace as a whole ends here, and segments are tried.
-            x = x[names["missing"]]
-        y = torch.relu(self.scale(self.inner(x)) + x) * 2
-        return y.sigmoid() * torch.tanh(y) + x.exp()
-
-
-def failing(error):
-    """A function of fastlayers that raises an error."""
-    scope = {"error": error}
-    exec(compile("def fails(*args, **kwargs):\n    raise error", regions.__file__, "exec"), scope)
-    return scope["fails"]
-
-
-@pytest.mark.parametrize(
-    "error", [KeyError("ours"), AttributeError("ours"), AssertionError("ours"), RuntimeError("ours")]
-)
-@pytest.mark.parametrize(
-    "place",
-    ["capture.reads.Watch.fake", "capture.reads.Watch.read", "capture.reads.Watch.kind", "regions.readers.places",
-     "regions.region.Reader", "regions.region.agree", "program.tape.Tape.program", "capture.trace.Trace.record",
-     "capture.trace.Trace.constant", "capture.trace.Trace.run_segment", "capture.trace.Trace.run_child"],
-)  # fmt: skip
-def test_an_error_of_ours_is_no_refusal(place, error, monkeypatch):
-    monkeypatch.setattr(f"fastlayers.patching.{place}", failing(error))
-    x, stock = torch.randn(4, 8), Gated()
-    expected = stock(x)
-
-    def run():
-        model = fastlayers.patch_model(copy.deepcopy(stock))
-        for _ in range(3):
-            torch.testing.assert_close(model(x), expected)
-        return model
-
-    with pytest.raises(regions.RecordingError, match="ours"):
-        run()
-    monkeypatch.setattr(regions, "RAISE_ERRORS", False)  # as users have it
-    with pytest.warns(PatchWarning, match="please report"):
-        model = run()
-    row = fastlayers.patch_report(model).rows[0]
-    assert Reason.RECORDING_FAILED in (row.reason, *(reason for reason, _ in row.left))
-
-
-def test_an_error_of_a_forward_is_a_refusal():
-    model = fastlayers.patch_model(Gated())
-    for _ in range(3):
-        with pytest.raises(KeyError, match="missing"):
-            model(torch.randn(1, 1, 4, 8), {"other": 0})
-        with pytest.raises(AttributeError, match="dim"):
-            model(None)
-    model(torch.randn(4, 8))
-
-
-class Mapping(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, x):
-        y = self.norm(x).detach().clone()
-        return y.apply_(abs).tanh() * y.map_(y.clone(), max) + y.map2_(y.clone(), y.clone(), max).sigmoid()
-
-
-class Picking(Mapping):
-    def forward(self, x):
-        return self.norm(x)[x[:, 0].long()].tanh() * 2 + 1
-
-
-def test_methods_that_need_memory_are_not_called_on_fake_tensors():
-    stock, x = Mapping(), torch.randn(4, 8)
-    model = fastlayers.patch_model(copy.deepcopy(stock))
-    for _ in range(3):
-        assert torch.equal(model(x), stock(x))
-
-
-def test_values_that_a_forward_refuses_and_other_layouts_are_refusals():
-    stock = Picking()
-    model = fastlayers.patch_model(copy.deepcopy(stock))
-    for _ in range(3):
-        with pytest.raises(IndexError, match="out of bounds"):
-            model(torch.full((4, 8), 9.0))
-    model, x = fastlayers.patch_model(copy.deepcopy(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))), None
-    for _ in range(3):
-        x = model(torch.randn(4, 8).to_mkldnn())
-    assert x.layout is torch._mkldnn
