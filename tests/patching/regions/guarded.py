@@ -75,6 +75,7 @@ def doubled(x, scale=2.0, *, shift=1.0):
 
 
 FACTORS = [2.0]
+SCALE = 2.0
 
 
 def with_list(x, factors=FACTORS):

@@ -33,6 +33,7 @@ from tests.patching.regions.guarded import (
     Settings,
     Thing,
     agree,
+    checked,
     doubled,
     helper,
     logger,
@@ -507,7 +508,7 @@ def test_a_function_of_main_that_is_not_followed():
     stock = made("checked(F.gelu(x))", module="__main__")
     patched = fastlayers.patch_model(copy.deepcopy(stock))
     x = torch.randn(4, 16)
-    with patch.object(sys.modules[__name__].checked, "__module__", "__main__"), rewritten_everywhere():
+    with patch.object(checked, "__module__", "__main__"), rewritten_everywhere():
         torch.testing.assert_close(patched(x), stock(x))
 
 
