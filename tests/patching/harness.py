@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from fastlayers.patching import patch_model, plan_patch
+from fastlayers.patching import patch_model, plan_patch, unpatch_model, verify_patch
 from tests.harness import judge, mapped
 
 
@@ -123,6 +123,17 @@ class nullcontext:  # noqa: N801
 
     def __exit__(self, *exc):
         return None
+
+
+def undone(model, x):
+    """Patching and undoing leave the classes and the state dict as they were; a copy stays patched."""
+    kinds, keys = [type(m) for m in model.modules()], list(model.state_dict())
+    patch_model(model)
+    assert list(model.state_dict()) == keys
+    assert [type(m) for m in copy.deepcopy(model).modules()] == [type(m) for m in model.modules()]
+    assert verify_patch(model, x)
+    unpatch_model(model)
+    assert [type(m) for m in model.modules()] == kinds
 
 
 def tensors(*shapes):
