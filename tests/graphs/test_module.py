@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastlayers
 from fastlayers.graphs import module as graphs_module
-from fastlayers.graphs.capture import Replay
+from fastlayers.graphs.capture import Replay, substituted
 from fastlayers.graphs.pool import Call, Pool
 from fastlayers.graphs.state import Counter, State, begun_collectives
 from fastlayers.patching.reasons import PatchError
@@ -263,6 +263,10 @@ def test_parameters_that_move_before_a_backward():
     pattern = flatten((x,), given), flatten({}, given)
 
     class Replayed(SimpleNamespace):
+        def uncaptured(self, pattern, given, random, others):
+            with substituted(model, others):
+                return model(*given)
+
         def forward(self):
             return (model(x).detach(),)
 
@@ -276,10 +280,9 @@ def test_parameters_that_move_before_a_backward():
             raise AssertionError("the graph was replayed")
 
     capture = Replayed(
-        state=State(model, x.device), places=[], present=type(model).forward, autocast=autocast_state(), stale="",
-        communicates=False, read=[],
+        state=State(model, x.device), places=[], autocast=autocast_state(), stale="", communicates=False, read=[],
     )  # fmt: skip
-    (out,) = Replay.apply(capture, Call(model, pattern, []), given, *parameters)
+    (out,) = Replay.apply(capture, Call(pattern, []), given, *parameters)
     with torch.no_grad():
         for p in parameters:
             p.data = p.clone()

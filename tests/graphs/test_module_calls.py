@@ -164,7 +164,7 @@ def test_layers_that_share_memory(order, together):
 
 def test_what_graphs_that_share_memory_write_over():
     kept = [torch.full((2,), float(i)) for i in range(3)]
-    pool, calls = Pool(shared=True), [Call(nn.Identity(), (), [], [t]) for t in kept]
+    pool, calls = Pool(shared=True), [Call((), [], [t]) for t in kept]
     numbers = [pool.number() for _ in calls]
     for number, call in zip(numbers, calls, strict=True):
         pool.overwrite(number)
