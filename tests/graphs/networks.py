@@ -130,9 +130,6 @@ def backward(loss):
     return loss
 
 
-# -- what is not captured ----------------------------------------------------------------------------------------------
-
-
 class Waits(Net):
     def forward(self, x):
         x = super().forward(x)

@@ -20,9 +20,6 @@ from tests.graphs.networks import Net, assert_equal, gpu, inputs, pair, replays,
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
-
-
 def test_undo():
     model = Net()
     assert fastlayers.graph_model(model) is model

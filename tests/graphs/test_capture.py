@@ -32,9 +32,6 @@ from tests.graphs.networks import (
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
-# -- what changes between calls ----------------------------------------------------------------------------------------
-
-
 def replace_parameter(model):
     torch.manual_seed(7)
     model.head.weight = nn.Parameter(torch.randn(8, 32, device="cuda"))

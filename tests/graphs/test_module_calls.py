@@ -33,9 +33,6 @@ from tests.graphs.networks import (
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
-# -- calls -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Output:
     first: torch.Tensor

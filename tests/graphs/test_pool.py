@@ -21,8 +21,6 @@ from tests.graphs.networks import assert_equal, gpu, inputs, pair, tokens
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
-# -- one segment -------------------------------------------------------------------------------------------------------
-
 GPU = torch.device("cuda", 0)
 
 

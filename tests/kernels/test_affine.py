@@ -11,8 +11,6 @@ pytest.importorskip("triton")
 
 from fastlayers.kernels.affine import Index, divide, indices_of, unflatten
 
-# -- indices ----------------------------------------------------------------------------------------------------------
-
 
 def value_of(index, **variables):
     return index.constant + sum(c * (variables[a.variable] // a.divisor % a.size) for c, a in index.terms)

@@ -35,9 +35,6 @@ def gradients(out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out.sum(), leaves, materialize_grads=True)
 
 
-# ---- cases -----------------------------------------------------------------------------------------------------------
-
-
 class Case(NamedTuple):
     """A call: arguments in float64 with a gradient, then those without one."""
 

@@ -20,9 +20,6 @@ from tests.ops.preference_cases import B, Case, T, completions, each, gradients,
 WIDE = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 
 
-# ---- TRL -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def trl():
     """The trainers whose code the losses are compared with, each called with a stand-in for self."""

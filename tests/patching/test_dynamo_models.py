@@ -17,8 +17,6 @@ from tests.patching.test_dynamo import tensor
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-# -- models of libraries -----------------------------------------------------------------------------------------------
-
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
 GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 IMAGES = {**SIZES, "image_size": 32, "patch_size": 8}

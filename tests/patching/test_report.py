@@ -19,8 +19,6 @@ from fastlayers.patching import (
     plan_patch,
 )
 
-# -- the report -------------------------------------------------------------------------------------------------------
-
 
 def test_report(net):
     report = plan_patch(net)

@@ -26,9 +26,6 @@ pytestmark = [
 ]
 
 
-# -- compilers and tracers --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("make", "x"), [(mlp, rows()), (cells, images())])
 def test_scripting_is_refused_with_what_to_do(make, x):
     model = patch_model(make())

@@ -38,8 +38,6 @@ from tests.table.sample import (
 )
 from tests.table.softmax import HALF, KERNELS
 
-# ---- activations and gates -------------------------------------------------------------------------------------------
-
 STOCK_ACTS: dict[str | None, Callable[..., Tensor]] = {
     **ACTIVATIONS,
     "quick_gelu": lambda z: z * torch.sigmoid(1.702 * z),

@@ -39,8 +39,6 @@ from tests.table.sample import (
 )
 from tests.table.softmax import HALF, KERNELS
 
-# ---- norms over channels ---------------------------------------------------------------------------------------------
-
 
 def hardswish(z: Tensor) -> Tensor:
     """On CUDA torch multiplies by one sixth in float32, for float64 too."""

@@ -40,8 +40,6 @@ from tests.table.sample import (
 )
 from tests.table.softmax import HALF, KERNELS, LONG_ROW_LENGTHS, ROW_LENGTHS
 
-# ---- norms of rows ---------------------------------------------------------------------------------------------------
-
 
 def layer_norm(
     x: Tensor,

@@ -30,8 +30,6 @@ from tests.table.sample import (
 )
 from tests.table.softmax import HALF, KERNELS
 
-# ---- rotary embedding ------------------------------------------------------------------------------------------------
-
 
 def rotate_half(x: Tensor) -> Tensor:
     return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)

@@ -36,8 +36,6 @@ from tests.table.sample import (
     with_nan,
 )
 
-# ---- softmax ---------------------------------------------------------------------------------------------------------
-
 
 def scores(x: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
     scaled = x if scale is None else x * scale

@@ -9,8 +9,6 @@ import torch
 from tests.corpus.models import images
 from tests.corpus.packages.recipes import Recipe, steps, tokens
 
-# -- diffusers --------------------------------------------------------------------------------------------------------
-
 
 def denoised(*size: int, text: int = 32, **more: Any) -> dict[str, Any]:
     """Arguments of a UNet: two noisy inputs of that size, their steps, and two texts."""

@@ -11,9 +11,6 @@ from torch import nn
 from tests.corpus.models import Sample
 from tests.corpus.packages.calls import drawn, lengths, load, noise, sample, tokens
 
-# -- sound ------------------------------------------------------------------------------------------------------------
-
-
 #: The options that the functions for wav2vec 2.0 and WavLM have in common.
 WAVES: dict[str, Any] = {
     "extractor_conv_layer_config": [(16, 10, 5), (16, 3, 2), (16, 3, 2)],

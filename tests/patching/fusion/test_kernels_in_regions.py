@@ -25,9 +25,6 @@ from tests.patching.fusion.programs import INTERPRETED, PLACES, check, entries_o
 pytestmark = pytest.mark.cpu_kernels
 
 
-# -- regions ----------------------------------------------------------------------------------------------------------
-
-
 class Modulated(nn.Module):
     def __init__(self, width=32):
         super().__init__()

@@ -8,8 +8,6 @@ import torch
 from fastlayers.patching.runtime.lazy import LazyTensor
 from tests.harness import assert_no_worse
 
-# -- transformers: the head and its loss -----------------------------------------------------------------------------
-
 VOCABULARY = 61
 SMALL = {
     **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},

@@ -20,8 +20,6 @@ from fastlayers.patching import (
 from fastlayers.patching.measure import verify as verification
 from tests.patching.networks import Block, Net, types_of
 
-# -- verify_patch -----------------------------------------------------------------------------------------------------
-
 
 def snapshot(model):
     tensors = {name: t.clone() for name, t in model.state_dict().items()}

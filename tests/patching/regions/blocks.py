@@ -305,9 +305,6 @@ class Cross(nn.Module):
         return y if query is memory else y + query
 
 
-# -- autograd ----------------------------------------------------------------------------------------------------------
-
-
 def recorded(module, *args):
     """A region of a module after a first call; the module was called too."""
     region = in_regions(module)

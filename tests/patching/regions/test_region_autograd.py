@@ -733,9 +733,6 @@ def test_compiled_autograd(compiler):
             torch.testing.assert_close(other, found[0])
 
 
-# -- modes that look at operations, and hooks on what is saved ---------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", [Block, FlashBlock])
 def test_a_flop_counter_counts_as_without_a_region(make, runs):
     """A forward runs op by op under the mode, the backward of a region is seen as it runs."""

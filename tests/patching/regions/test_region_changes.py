@@ -16,9 +16,6 @@ pytestmark = [
 ]
 
 
-# -- what changes after the recording ----------------------------------------------------------------------------------
-
-
 def halve(block):
     block.norm1.eps = 0.5
 

@@ -15,9 +15,6 @@ from fastlayers.patching.regions import region as regions
 pytestmark = pytest.mark.cpu_kernels
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
 class LayerScale(nn.Module):
     def __init__(self):
         super().__init__()

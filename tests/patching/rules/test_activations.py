@@ -8,8 +8,6 @@ import torch
 from fastlayers.patching import plan_patch
 from tests.patching.harness import fused, same, tensors
 
-# -- activations that a library wrote out, with what is around them ----------------------------------------------------
-
 WRITTEN_OUT = {
     "gelu_pow": "0.5 * g * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (g + 0.044715 * torch.pow(g, 3.0))))",
     "gelu_mul": "0.5 * g * (1.0 + torch.tanh(g * 0.7978845608 * (1.0 + 0.044715 * g * g)))",

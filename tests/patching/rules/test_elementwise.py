@@ -7,9 +7,6 @@ import torch
 
 from tests.patching.harness import fused, same, tensors, undone
 
-# -- x * sigmoid(gate) -------------------------------------------------------------------------------------------------
-
-
 EXCITE_INIT = """self.fc, self.gate, self.hard = nn.Conv2d(4, 4, 1), nn.Sigmoid(), nn.Hardsigmoid()
 self.pool, self.flat, self.two = nn.AdaptiveAvgPool2d(1), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(2)"""
 SQUEEZED = {"squeeze_excite": 1, "squeeze": 1}

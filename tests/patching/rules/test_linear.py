@@ -15,8 +15,6 @@ from fastlayers.patching.runtime import calls
 from tests.harness import assert_no_worse
 from tests.patching.harness import fused, reasons, same, tensors, undone
 
-# -- act(linear(x)) ----------------------------------------------------------------------------------------------------
-
 LINEAR_INIT = """self.fc, self.bare, self.skip = nn.Linear(4, 6), nn.Linear(4, 6, bias=False), nn.Identity()
 self.gelu, self.relu = nn.GELU(), nn.ReLU(inplace=True)"""
 

@@ -14,8 +14,6 @@ from fastlayers.patching import Reason, fold_batch_norm, patch_model, plan_patch
 from tests.patching.harness import fused, same
 from tests.patching.rules.test_norm import image
 
-# -- nn.Sequential ----------------------------------------------------------------------------------------------------
-
 
 class ConvNormAct(nn.Sequential):
     """As torchvision's: without a forward of its own."""

@@ -11,8 +11,6 @@ from torch import nn
 from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model
 from tests.patching.harness import fused, same, tensors
 
-# -- norms that libraries write out ------------------------------------------------------------------------------------
-
 
 class LlamaRMSNorm(nn.Module):
     def __init__(self, hidden_size, eps=1e-6):

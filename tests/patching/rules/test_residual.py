@@ -14,8 +14,6 @@ from fastlayers.patching.runtime import calls
 from tests.harness import needs_gpu
 from tests.patching.harness import fused, reasons, same, tensors, undone
 
-# -- residual + dropout(x), x + drop_path(gamma * f(x)) ----------------------------------------------------------------
-
 DROP_INIT = """self.drop, self.other, self.flat = nn.Dropout(0.3), nn.Dropout(0.2), nn.Dropout(0.3, inplace=True)
 self.linear, self.seq = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Dropout(0.4))
 self.p, self.skip, self.gamma = 0.25, nn.Identity(), nn.Parameter(torch.randn(4))"""

@@ -10,8 +10,6 @@ import torch
 from fastlayers.patching import patch_model
 from tests.patching.harness import fused, undone
 
-# -- the rotary function of an attention -------------------------------------------------------------------------------
-
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 
 

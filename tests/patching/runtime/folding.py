@@ -73,9 +73,6 @@ LAYERS = [
 ]
 
 
-# -- a norm with an activation of its own ------------------------------------------------------------------------------
-
-
 class NormAct(nn.BatchNorm2d):
     """As timm's BatchNormAct2d."""
 

@@ -30,8 +30,6 @@ from fastlayers.patching.runtime import folded_layers
 from tests.harness import assert_no_worse, needs_gpu
 from tests.patching.runtime.folding import Block, features, image, infer, state, warmed
 
-# -- what changes afterwards -------------------------------------------------------------------------------------------
-
 CHANGES = {
     "weight": lambda net: net.block.conv1.weight.mul_(2),
     "bias": lambda net: net.block.conv2.bias.add_(1),
