@@ -11,7 +11,6 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import needs_gpu
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -20,6 +19,7 @@ import fastlayers
 from fastlayers.patching.program import executors
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.region import Region
+from tests.harness import needs_gpu
 
 pytestmark = pytest.mark.cpu_kernels
 
