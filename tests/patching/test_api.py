@@ -50,7 +50,7 @@ def test_what_survives(net, x):
     assert isinstance(net.head.soft, nn.Softmax)
     assert isinstance(net.head.soft, FusedSoftmax)
     assert repr(net.layer1[0]).startswith("FusedBlock(")
-    assert type(net.layer1[0]).__module__ == __name__
+    assert type(net.layer1[0]).__module__ == Block.__module__
     assert type(net.layer1[0]).forward.__doc__ == Block.forward.__doc__
     assert list(net.state_dict()) == keys
     assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))

@@ -69,7 +69,7 @@ def test_a_reason_names_the_line():
             return x
 
     detail = plan_patch(Tests())[""].detail
-    assert re.fullmatch(r"tests a computed value at test_patching\.py:\d+: if \(x > 0\)\.all\(\):  # Here\.", detail)
+    assert re.fullmatch(r"tests a computed value at test_report\.py:\d+: if \(x > 0\)\.all\(\):  # Here\.", detail)
 
 
 def test_report_of_a_patched_model_is_that_of_the_plan(net):

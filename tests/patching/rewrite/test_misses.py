@@ -210,7 +210,7 @@ class Sizes(nn.Module):
         (
             OtherLayerNorm,
             "add at LINE: z = x + y; before it are the argument x and the argument y, not "
-            f"{BEFORE_SUM}; after it are self.norm (test_patching_misses.LayerNorm) and add.mT, not {AFTER_SUM}",
+            f"{BEFORE_SUM}; after it are self.norm ({__name__}.LayerNorm) and add.mT, not {AFTER_SUM}",
         ),
         (
             Sizes,
