@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -26,8 +25,8 @@ from fastlayers.patching.measure.profile import Measurement, ProfileReport
 from fastlayers.patching.measure.verify import Comparison, VerifyReport
 from fastlayers.patching.report import PatchReport, Row
 from fastlayers.tables import Table
+from tests import ROOT
 
-ROOT = Path(__file__).parents[1]
 WIDTHS = (80, 120)
 #: Of a console in which nothing has to wrap.
 ENOUGH = 10_000
@@ -162,7 +161,7 @@ def test_columns_that_do_not_fit_are_below_the_others(monkeypatch):
     ]
 
 
-PROGRAM = "import sys, test_tables; print(test_tables.REPORTS['patch']); test_tables.cli.main(['info'])"
+PROGRAM = "from tests import test_tables; print(test_tables.REPORTS['patch']); test_tables.cli.main(['info'])"
 
 
 @pytest.mark.slow
@@ -171,7 +170,7 @@ def test_the_width_is_that_of_the_terminal_and_120_in_a_pipe(width, in_terminal)
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 80, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "TERM": "xterm"}
+    environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
     stdout = theirs if in_terminal else subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=theirs, stdout=stdout, env=environment) as process:
         os.close(theirs)
