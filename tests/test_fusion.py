@@ -1533,8 +1533,20 @@ def test_the_name_of_a_kernel_says_what_it_does(device):
     _, pointwise = check(lambda x: (x * 2).sigmoid() + 1, x)
     _, summed = check(lambda x: (x * 2).sum(0), x)
     names = [o.function.launch.function.__name__ for program in (pointwise, summed) for o in program.forward]
-    assert names[0] == "fastlayers_pointwise_mul_sigmoid_add"
-    assert set(names[1:]) == {"fastlayers_reduction_mul_sum"}
+    assert names[0] == "fused_mul_sigmoid_add"
+    assert set(names[1:]) == {"fused_mul_sum"}
+    program, *_ = recorded(lambda x: (x * 2).sigmoid() + 1, (x,))
+    (placed,) = (o.function.__name__ for o in fused(replace(program, place="block_py_88")).forward)
+    assert placed == "fused_mul_sigmoid_add__block_py_88"
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_a_norm_in_a_kernel_is_named_as_a_whole(norm, device):
+    x, weight = torch.randn(64, 32, device=device), torch.rand(32, device=device)
+    _, program = check(lambda x, weight: getattr(FL, norm)((x * 2).sigmoid(), (32,), weight).relu(), x, weight)
+    (name,) = (o.function.__name__ for o in program.forward if isinstance(o.function, Kernel))
+    assert name == f"fused_mul_sigmoid_{norm}_relu"
 
 
 @pytest.mark.parametrize("device", PLACES)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
+import re
 import threading
 import warnings
 from collections import Counter
@@ -20,6 +21,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -185,6 +187,7 @@ class Region:
 
     def __init__(self, present: type[nn.Module], infers_only: bool = False) -> None:
         self.present: Any = present
+        self.original: type[nn.Module] = present.__dict__.get("__fastlayers_original__", present)
         self.infers_only = infers_only
         self.readers: list[Reader] = []
         self.entries: dict[Any, list[Entry]] = {}
@@ -438,7 +441,7 @@ class Region:
         text = text_of(what, error)
         if text not in self.errors:
             self.errors.append(text)
-            name = getattr(self.present, "__fastlayers_original__", self.present).__name__
+            name = self.original.__name__
             message = f"calls of {name} run without what failed, and may be slower; please report it: {text}"
             warnings.warn(message, PatchWarning, stacklevel=2)
         return text
@@ -502,6 +505,7 @@ class Region:
             raise Refusal(Reason.NOTHING_TO_FUSE, "too large for a region")
         names = [tape.name(t) for t in results]
         program = tape.program(split, names, dys, [None if t is None else tape.name(t) for t in gradients])
+        program.place = re.sub(r"\W", "_", place_of(self.original))
         attends = any("attention" in plain_name(operation.function) for operation in tape.operations)
         entry.attentions = attentions() if attends else None
         entry.constants = tuple(tape.constants)
@@ -540,6 +544,16 @@ class Region:
             raise Refusal(Reason.VISIBLE_MUTATION, "a result shares memory with another tensor")
         if not results:
             raise Refusal(Reason.READS_STATE, "it returns no tensor of its own")
+
+
+def place_of(cls: type[nn.Module]) -> str:
+    """The file and the line of the forward of a class, ``block.py:88``; empty for one of torch's and one without a
+    file."""
+    forward: Any = inspect.unwrap(cls.forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or forward.__module__.startswith("torch.") or not code.co_filename.endswith(".py"):
+        return ""
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 def errors_of(module: nn.Module) -> list[str]:
