@@ -17,7 +17,7 @@ from fastlayers.patching.measure.profile import Measurement, ProfileReport, prof
 from fastlayers.patching.measure.verify import Comparison, VerifyReport, verify_patch
 from fastlayers.patching.plan import patched, unpatched
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
-from fastlayers.patching.report import PatchReport, Row
+from fastlayers.patching.report import PatchReport, RegionRow, Row, SignatureRow
 from fastlayers.patching.rules import register_rule
 from fastlayers.patching.rules.base import GraphRule, Match, ModuleRule
 
@@ -35,7 +35,9 @@ __all__ = [
     "ProfileReport",
     "Reason",
     "Refusal",
+    "RegionRow",
     "Row",
+    "SignatureRow",
     "VerifyReport",
     "View",
     "compile_report",

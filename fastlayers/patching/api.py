@@ -21,7 +21,7 @@ from fastlayers.patching.plan import (
     warn_of_stuck,
 )
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.regions.region import errors_of
+from fastlayers.patching.regions.rows import region_of, rows_of
 from fastlayers.patching.report import PatchReport
 from fastlayers.patching.rewrite.classes import become, is_folded, without_sharding
 from fastlayers.patching.runtime.checks import original_class
@@ -126,27 +126,29 @@ def patch_model(
     return model
 
 
-def patch_report(model: nn.Module, *, example_inputs: Any = None, details: bool = False) -> PatchReport:
-    """Report the present state of a model: what is patched, and why the rest is not.
+def patch_report(model: nn.Module, *, details: bool = False) -> PatchReport:
+    """Report the present state of a model: what is patched, why the rest is not, and after the first calls what runs.
 
     Args:
         model: any module.
-        example_inputs: as for :func:`plan_patch`, for an estimate of the bytes that each row saves a step.
         details: print a line for each module; else equal ones share a line.
 
     Returns:
         A report in which only patched modules have a ``became``. A module that :func:`patch_model` could still patch is
-        listed as not selected.
+        listed as not selected. Rows of modules whose calls run as regions, or might, say so.
     """
     plan = make_plan(model)
     rows = []
+    regions = rows_of(model)
     for step in plan.steps:
         pending = step.row.became is not None and not stays_patched(step.module)
         row = left_alone(step.row, Refusal(Reason.NOT_SELECTED)) if pending else step.row
-        failed = tuple((Reason.RECORDING_FAILED, error) for error in errors_of(step.module))
-        rows.append(replace(row, left=(*row.left, *failed)))
-    report = PatchReport(tuple(rows), plan.report.model, details=details)
-    return report if example_inputs is None else with_bytes(report, model, example_inputs)
+        region = region_of(step.module)
+        if region is not None:
+            failed = tuple((Reason.RECORDING_FAILED, error) for error in region.errors)
+            row = replace(row, left=(*row.left, *failed), region=regions.get(region))
+        rows.append(row)
+    return PatchReport(tuple(rows), plan.report.model, details=details)
 
 
 def unpatch_model(model: nn.Module) -> nn.Module:

@@ -38,6 +38,7 @@ from fastlayers.patching.fusion.fusable import (
 )
 from fastlayers.patching.fusion.kernel_writer import KernelWriter, NotFusableError, row_length
 from fastlayers.patching.fusion.lowering import IN_PLACE, lowered
+from fastlayers.patching.program.cost import LAUNCHES
 from fastlayers.patching.program.program import (
     Operation,
     Program,
@@ -65,8 +66,6 @@ PLAIN_COPIES = frozenset({"clone", "contiguous"})
 #: Casts that one kernel does, and elements of a larger one, whose launch takes no time beside it: of parameters, and of
 #: their gradients, which have to wait for the last of these.
 MOST_CASTS, LARGEST_CAST, LARGEST_LAST_CAST = 24, 2**24, 2**20
-#: Launches of an operation of torch that has more than one.
-LAUNCHES = {"_safe_softmax": 4}
 
 
 def with_kernels(program: Program) -> Program:

@@ -23,7 +23,7 @@ from fastlayers.ops.dispatch import Mode
 from fastlayers.patching.program.program import STATISTICS, Operation, Program, Value, alive, is_kernel, storage
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["Tape", "communicates", "written_arguments"]
+__all__ = ["EMPTY", "Tape", "communicates", "written_arguments"]
 
 #: What tells a value from others while all are alive: memory, dtype and geometry.
 Key: TypeAlias = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]

@@ -37,6 +37,7 @@ from fastlayers.patching.capture.reads import load_fake_tensors, read_by
 from fastlayers.patching.capture.rebuild import arguments_source
 from fastlayers.patching.capture.syntax import is_ours
 from fastlayers.patching.libraries.adapters import adapters, decorated, takes_former_names, undecorated
+from fastlayers.patching.program.cost import cost_of
 from fastlayers.patching.program.executors import (
     KEYS,
     Executor,
@@ -55,6 +56,7 @@ from fastlayers.patching.regions.entries import (
     Again,
     Entry,
     autocast_as,
+    described,
     no_regions,
     op_by_op,
     random_state,
@@ -77,7 +79,7 @@ from fastlayers.patching.rewrite.classes import seal
 from fastlayers.patching.rewrite.generate import left_behind_source, signature_source
 from fastlayers.patching.runtime.checks import check_defaults, original_class, stock_forwards
 
-__all__ = ["FEW_MODULES", "Region", "attentions", "errors_of", "region_class", "size_of", "text_of"]
+__all__ = ["CALLS", "FEW_MODULES", "MAX_RECORDINGS", "Region", "attentions", "region_class", "size_of", "text_of"]
 
 #: Calls of one module with the same signature, of which the last is recorded: what is seen once may not come again, and
 #: a recording takes the time of some 100 calls.
@@ -259,6 +261,10 @@ class Region:
             return self.present.forward(module, *args, **kwargs)
         return self.first(module, args, kwargs, given, pattern)
 
+    def made(self) -> list[Entry]:
+        """What runs calls as regions."""
+        return [entry for entries in self.entries.values() for entry in entries if entry.refusal is None]
+
     def comes_again(self, module: nn.Module, key: Any) -> bool:
         """Whether a call without an entry is to be recorded; it counts as seen."""
         if len(self.seen) >= MAX_SEEN:
@@ -271,6 +277,7 @@ class Region:
 
     def run(self, entry: Entry, arguments: tuple[Any, ...], inputs: tuple[Tensor, ...]) -> Any:
         """The result of a call."""
+        entry.calls += 1
         ordered, code = entry.order((*inputs, *entry.constants)), entry.code
         assert code is not None
         if entry.facts.wanted:
@@ -285,8 +292,7 @@ class Region:
         """Note that no region could be made for a call."""
         grads = torch.is_grad_enabled()
         self._failures[grads] += 1
-        made = any(entry.refusal is None for entries in self.entries.values() for entry in entries)
-        self.off[grads] = (self._failures[grads] >= MAX_REFUSALS and not made) or (grads and self.infers_only)
+        self.off[grads] = (self._failures[grads] >= MAX_REFUSALS and not self.made()) or (grads and self.infers_only)
 
     # -- the first call of a signature -----------------------------------------------------------------------------
 
@@ -357,7 +363,7 @@ class Region:
         inputs = (*given, *tensors)
         guard = TensorGuards(*inputs, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         entry = Entry(guard, GlobalStateGuard(), reader, values, pattern, len(given), self.present.forward)
-        entry.exact = reader.exact(values)
+        entry.exact, entry.what = reader.exact(values), described(module, given)
         try:
             self.record(entry, module, inputs)
         except Refusal as refusal:
@@ -418,7 +424,9 @@ class Region:
                 with self.reported("generated kernels"):
                     if agrees(generated):
                         entry.code = generated
-                if entry.code is entry.plain and any([*child.children()] for child in module.children()):
+                if entry.code is entry.plain:
+                    entry.fused, entry.costs = None, entry.costs[:1]
+                if entry.fused is None and any([*child.children()] for child in module.children()):
                     raise Refusal(Reason.TRACE_FAILED, "its generated kernels give something else")
         except (Refusal, RecordingError):
             raise
@@ -499,10 +507,11 @@ class Region:
                         [results[i] for i in active], [inputs[i] for i in wanted], grads, allow_unused=True
                     )
         execute = executor_class()
-        if tape.size(split) + entry.reader.folds < LEAST[execute][not active]:
-            raise Refusal(Reason.NOTHING_TO_FUSE, "too small for a region")
+        size = tape.size(split) + entry.reader.folds
+        if size < LEAST[execute][not active]:
+            raise Refusal(Reason.REGION_SIZE, f"{size} operations")
         if len(tape.operations) > MOST and size_of(module) > FEW_MODULES:
-            raise Refusal(Reason.NOTHING_TO_FUSE, "too large for a region")
+            raise Refusal(Reason.REGION_SIZE, f"{len(tape.operations)} operations in {size_of(module)} modules")
         names = [tape.name(t) for t in results]
         program = tape.program(split, names, dys, [None if t is None else tape.name(t) for t in gradients])
         program.place = re.sub(r"\W", "_", place_of(self.original))
@@ -520,7 +529,7 @@ class Region:
             constant=tuple(i for i in range(len(results)) if i not in active),
             strides=tuple(results[i].stride() for i in active),
         )
-        entry.program = replace(program, values={})  # These keep memory.
+        entry.program, entry.costs = replace(program, values={}), [cost_of(program)]  # The values keep memory.
         entry.plain = execute(program, entry.facts)
         entry.geometry = geometries(program, tape.values) if len(active) > 1 else {}
         generated = None
@@ -528,7 +537,10 @@ class Region:
             from fastlayers.patching.fusion.passes import fused  # needs Triton
 
             with self.reported("fusing"):
-                generated = execute(fused(program, self.note_error), entry.facts)
+                other = fused(program, self.note_error)
+                generated = execute(other, entry.facts)
+                entry.fused = replace(other, values={}, fake=None)
+                entry.costs.append(cost_of(other))
         entry.strides = tuple(t.stride() for t in results) if generates else ()
         entry.parts = None if parts == Place(len(inputs)) else parts
         dtypes = {t.dtype for t in tape.values.values() if t.is_floating_point()}
@@ -554,12 +566,6 @@ def place_of(cls: type[nn.Module]) -> str:
     if code is None or forward.__module__.startswith("torch.") or not code.co_filename.endswith(".py"):
         return ""
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-
-
-def errors_of(module: nn.Module) -> list[str]:
-    """What failed when calls of a module's class were recorded."""
-    region: Region | None = getattr(type(module), "__fastlayers_region__", None)
-    return [] if region is None else region.errors
 
 
 def note_derivative(entry: Entry, grads: Sequence[Tensor | None]) -> None:
