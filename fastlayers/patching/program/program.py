@@ -65,6 +65,7 @@ class Operation:
         single: whether the call returns its only result, not a tuple of them.
         effect: whether the call matters even if no result is used.
         view: whether the result is in the memory of an argument.
+        source: the line of a forward that it comes from, where the tape was asked for it; a line each of several.
         step_of: the kernel that this is a step of; empty for an operation that was recorded.
         operands: the names of the values among the arguments, in their order.
         uses: the same, each once.
@@ -77,6 +78,7 @@ class Operation:
     single: bool
     effect: bool
     view: bool = False
+    source: str | None = None
     step_of: str = ""
     operands: tuple[str, ...] = field(init=False)
     uses: frozenset[str] = field(init=False)
