@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import itertools
 import os
 import random
@@ -43,6 +44,7 @@ from fastlayers.patching.fusion.lowering import DERIVATIVES, LOWERINGS
 from fastlayers.patching.fusion.passes import fused
 from fastlayers.patching.fusion.residual_products import with_residual_products
 from fastlayers.patching.program import executors
+from fastlayers.patching.program.dump import source_of
 from fastlayers.patching.program.executors import KEYS, Facts, PythonExecutor, excluding
 from fastlayers.patching.program.program import Operation, Program, Value, plain_name, written
 from fastlayers.patching.program.tape import Tape
@@ -1547,6 +1549,29 @@ def test_a_norm_in_a_kernel_is_named_as_a_whole(norm, device):
     _, program = check(lambda x, weight: getattr(FL, norm)((x * 2).sigmoid(), (32,), weight).relu(), x, weight)
     (name,) = (o.function.__name__ for o in program.forward if isinstance(o.function, Kernel))
     assert name == f"fused_mul_sigmoid_{norm}_relu"
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_a_program_prints_as_python_that_runs(device, tmp_path):
+    """With its kernels, also two of one name, and one that adds up what another one leaves."""
+
+    def function(x, weight):
+        y = FL.rms_norm((x * 2).sigmoid(), (32,), weight).relu()
+        return y, y.mT.contiguous() * 3, (x * 5).sum(0)
+
+    inputs = torch.randn(4096, 32, device=device), torch.rand(32, device=device)
+    _, program = check(function, *inputs)
+    source = source_of(replace(program, values={}), [""] * len(inputs))
+    assert source.count("@triton.jit") == source.count(" = Producer(")
+    path = tmp_path / "explained.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("explained", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for found, expected in zip(
+        module.forward(*inputs)[0], PythonExecutor(program, Facts()).forward(*inputs)[0], strict=True
+    ):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("device", PLACES)

@@ -20,9 +20,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
-from fastlayers.kernels import activations
 from fastlayers.kernels.affine import Index
 from fastlayers.kernels.indexing import INT32_EXTENT
 from fastlayers.kernels.launch import Launch, Producer, Result, cdiv, multiprocessors
@@ -31,6 +29,7 @@ __all__ = [
     "COMPARISONS",
     "FAST",
     "FORMULAS",
+    "IMPORTS",
     "INTERPRETED",
     "LONGEST_ROW",
     "NAMES",
@@ -88,9 +87,16 @@ def accumulator_of(dtype: torch.dtype) -> torch.dtype:
 
 # -- formulas ----------------------------------------------------------------------------------------------------------
 
-_scope = {"tl": tl, "triton": triton, "libdevice": libdevice} | {
-    name: getattr(activations, name) for name in ("fast_exp", "fast_normal_cdf", "fast_sigmoid", "tanh", "twice_inner")
-}
+#: What a kernel may use.
+IMPORTS = """\
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from fastlayers.kernels.activations import fast_exp, fast_normal_cdf, fast_sigmoid, tanh, twice_inner
+"""
+_scope: dict[str, Any] = {}
+exec(IMPORTS, _scope)
 
 
 def call(name: str, x: str) -> str:

@@ -1,6 +1,7 @@
 """patch_model: fused layers in any PyTorch model, undone as easily."""
 
 from fastlayers.patching.api import (
+    explain,
     fold_batch_norm,
     patch_model,
     patch_report,
@@ -42,6 +43,7 @@ __all__ = [
     "View",
     "compile_report",
     "dynamo_backend",
+    "explain",
     "fold_batch_norm",
     "patch_model",
     "patch_report",

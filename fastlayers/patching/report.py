@@ -13,7 +13,17 @@ from typing import Any
 from fastlayers.patching.reasons import Reason
 from fastlayers.tables import Table
 
-__all__ = ["QUIET", "PatchReport", "RegionRow", "Report", "Row", "SignatureRow", "readable"]
+__all__ = [
+    "QUIET",
+    "PatchReport",
+    "RegionRow",
+    "Report",
+    "Row",
+    "SignatureRow",
+    "change",
+    "readable",
+    "with_detail",
+]
 
 #: With these reasons there was nothing to do. A table only counts such rows, but for those with a detail.
 QUIET = frozenset({Reason.NO_RULE, Reason.NOTHING_TO_FUSE, Reason.NOT_SELECTED, Reason.SAVES_NOTHING})
@@ -76,7 +86,7 @@ class RegionRow:
         kernels = {kernel for each in self.signatures for kernel in each.kernels}
         made = f", {len(kernels)} generated kernels" if kernels else ""
         runs = [f"{self.calls} calls with {len(self.signatures)} signatures ran as regions{made}"]
-        others = [f"op by op: {reason.value}{f' ({detail})' if detail else ''}" for reason, detail in self.op_by_op]
+        others = [f"op by op: {with_detail(*each)}" for each in self.op_by_op]
         return [*(runs if self.signatures else ()), *others]
 
 
@@ -117,11 +127,11 @@ class Row:
         if self.absorbed_by is not None:
             return f"the forward of {self.absorbed_by or '(model)'} does its work"
         if self.became is None:
-            return f"{self.reason.value if self.reason else ''}{f' ({self.detail})' if self.detail else ''}"
+            return with_detail(self.reason, self.detail) if self.reason else ""
         return ", ".join(f"{rule} x{count}" if count > 1 else rule for rule, count in self.fused)
 
     def notes(self) -> list[str]:
-        notes = Counter(f"{reason.value} ({detail})" if detail else reason.value for reason, detail in self.left)
+        notes = Counter(with_detail(*each) for each in self.left)
         return [f"{note} x{count}" if count > 1 else note for note, count in notes.items()]
 
 
@@ -168,6 +178,10 @@ def shared_name(rows: Sequence[Row]) -> str:
         return f"{first}, ..."
     parts = zip(*(name.split(".") for name in (first, *others)), strict=True)
     return ".".join(part[0] if len({*part}) == 1 else "*" for part in parts)
+
+
+def with_detail(reason: Reason, detail: str) -> str:
+    return f"{reason.value} ({detail})" if detail else reason.value
 
 
 def change(before: int, after: int, spelled: Callable[[int], str] = str) -> str:

@@ -355,17 +355,22 @@ class Group:
         return self.calls[0].view
 
 
-def calls_of(kernels: Sequence[Kernel], inputs: tuple[str, ...], makes: tuple[str, ...]) -> list[Operation]:
+def calls_of(
+    kernels: Sequence[Kernel], inputs: tuple[str, ...], makes: tuple[str, ...], source: str | None = None
+) -> list[Operation]:
     """The calls of one kernel, or of two, of which the second adds up the first results."""
     if len(kernels) == 1:
-        return [call_of(kernels[0], inputs, makes)]
+        return [call_of(kernels[0], inputs, makes, source)]
     summed = len(kernels[1].results)
     parts = tuple(f"{name}_parts" for name in makes[:summed])
-    return [call_of(kernels[0], inputs, (*parts, *makes[summed:])), call_of(kernels[1], parts, makes[:summed])]
+    return [
+        call_of(kernels[0], inputs, (*parts, *makes[summed:]), source),
+        call_of(kernels[1], parts, makes[:summed], source),
+    ]
 
 
-def call_of(kernel: Kernel, inputs: tuple[str, ...], makes: tuple[str, ...]) -> Operation:
-    return Operation(kernel, tuple(map(Value, inputs)), {}, makes, single=False, effect=False)
+def call_of(kernel: Kernel, inputs: tuple[str, ...], makes: tuple[str, ...], source: str | None = None) -> Operation:
+    return Operation(kernel, tuple(map(Value, inputs)), {}, makes, single=False, effect=False, source=source)
 
 
 class Fusion:
@@ -697,10 +702,12 @@ class Fusion:
         inputs, given = tuple(writer.inputs), [self.given[root] for root in roots]
         makes = tuple(self.given[root].makes[0] for root in writer.stores)
         alias = self.alias(writer, makes)
+        lines = [self.given[place].source for place in sorted(writer.members | set(roots)) if place >= 0]
+        source = "\n".join(dict.fromkeys(filter(None, lines))) or None
         return Group(
             roots=list(roots),
             stores=list(writer.stores),
-            calls=calls_of(kernels, inputs, makes) if alias is None else [alias],
+            calls=calls_of(kernels, inputs, makes, source) if alias is None else [alias],
             inputs=inputs,
             loads=frozenset(writer.loads),
             members=frozenset(writer.members | set(roots)),

@@ -298,6 +298,7 @@ def steps_of(
         replace(
             with_names(step, names),
             makes=tuple(names.get(name, name) for name in step.makes),
+            source=operation.source,
             step_of="" if spelled(step) in COPIES else whole,
         )
         for step in steps

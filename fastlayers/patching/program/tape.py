@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -326,14 +327,16 @@ class Tape(Mode):
 
 
 def line_of(frame: FrameType | None) -> str | None:
-    """The innermost line on a stack that is neither torch's nor of this package: ``block.py:88: x = self.norm(x)``. Of a
-    forward that was rewritten it is a line of the new one."""
+    """The innermost line on a stack that is neither torch's nor of this package: ``block.py:88: x = self.norm(x)``;
+    ``Block, rewritten: ...`` for the new source of a forward."""
     while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame = frame.f_back
     if frame is None:
         return None
     file, number = frame.f_code.co_filename, frame.f_lineno
-    return f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
+    made = re.fullmatch(r"<fastlayers (.*) \d+>", file)
+    place = f"{made[1]}, rewritten" if made else f"{Path(file).name}:{number}"
+    return f"{place}: {linecache.getline(file, number).strip()}"
 
 
 def written_arguments(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

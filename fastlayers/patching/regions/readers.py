@@ -78,6 +78,8 @@ class Reader:
         self.read: Callable[[nn.Module], tuple[tuple[Any, ...], tuple[Tensor, ...]] | None] = scope["read"]
         #: For each tensor the expressions of its owners, and the names there; none for a folded weight.
         self.places = [*map(places, held.values()), *([] for _ in (*pairs, *pairs))]
+        #: What the tensors are called.
+        self.tensors = [*map(readable, used), *("a folded tensor" for _ in (*pairs, *pairs))]
         self._namespace = reads.namespace
         for owner, name in (found for every in self.places for found in every):
             if not isinstance(self._owner(owner, module), dict | list):

@@ -79,7 +79,17 @@ from fastlayers.patching.rewrite.classes import seal
 from fastlayers.patching.rewrite.generate import left_behind_source, signature_source
 from fastlayers.patching.runtime.checks import check_defaults, original_class, stock_forwards
 
-__all__ = ["CALLS", "FEW_MODULES", "MAX_RECORDINGS", "Region", "attentions", "region_class", "size_of", "text_of"]
+__all__ = [
+    "CALLS",
+    "FEW_MODULES",
+    "MAX_RECORDINGS",
+    "Region",
+    "attentions",
+    "place_of",
+    "region_class",
+    "size_of",
+    "text_of",
+]
 
 #: Calls of one module with the same signature, of which the last is recorded: what is seen once may not come again, and
 #: a recording takes the time of some 100 calls.
@@ -191,6 +201,8 @@ class Region:
         self.present: Any = present
         self.original: type[nn.Module] = present.__dict__.get("__fastlayers_original__", present)
         self.infers_only = infers_only
+        #: Whether someone wants to see the programs of its calls.
+        self.explained = False
         self.readers: list[Reader] = []
         self.entries: dict[Any, list[Entry]] = {}
         #: Calls that no region can be made for, by their pattern.
@@ -272,7 +284,7 @@ class Region:
         seen = id(module), key
         self.seen[seen] += 1
         # A checkpoint compares what a forward keeps with what the same forward keeps when it is computed again.
-        enough = self.seen[seen] >= CALLS or _saved_tensors_hooks(True) is not None
+        enough = self.explained or self.seen[seen] >= CALLS or _saved_tensors_hooks(True) is not None
         return enough and self.asked.get(module, 0) < MAX_RECORDINGS
 
     def run(self, entry: Entry, arguments: tuple[Any, ...], inputs: tuple[Tensor, ...]) -> Any:
@@ -464,7 +476,7 @@ class Region:
         inputs = (*aliases, *real[count:])
         wanted = [i for i, t in enumerate(inputs) if records and t.requires_grad]
         places = [*wanted, *(i for i in range(len(inputs)) if i not in wanted)]
-        tape = Tape([inputs[i] for i in places], [t for t in real[count:] if not t.requires_grad])
+        tape = Tape([inputs[i] for i in places], [t for t in real[count:] if not t.requires_grad], self.explained)
         if len(set(tape.inputs)) < len(tape.inputs):
             raise Refusal(Reason.READS_STATE, "two inputs are one tensor")
 

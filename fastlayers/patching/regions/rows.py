@@ -11,7 +11,7 @@ from fastlayers.patching.regions.entries import Entry
 from fastlayers.patching.regions.region import CALLS, MAX_RECORDINGS, Region
 from fastlayers.patching.report import RegionRow, SignatureRow
 
-__all__ = ["kernels_of", "reasons_of", "region_of", "rows_of"]
+__all__ = ["region_of", "rows_of", "signature_of"]
 
 
 def region_of(module: nn.Module) -> Region | None:
@@ -39,13 +39,9 @@ def rows_of(model: nn.Module) -> dict[Region | None, RegionRow]:
 def signature_of(entry: Entry) -> SignatureRow:
     before, after = entry.costs[0], entry.costs[-1]
     launches, moved = zip(before, after, strict=True)
-    return SignatureRow(entry.what, entry.calls, launches, moved, tuple(kernels_of(entry)))
-
-
-def kernels_of(entry: Entry) -> dict[str, str]:
-    """The generated kernels of a program: their sources, by their names."""
     functions = () if entry.fused is None else (operation.function for operation in entry.fused.operations)
-    return {function.__name__: function.source for function in functions if hasattr(function, "source")}
+    kernels = dict.fromkeys(function.__name__ for function in functions if hasattr(function, "source"))
+    return SignatureRow(entry.what, entry.calls, launches, moved, tuple(kernels))
 
 
 def reasons_of(region: Region) -> Iterator[tuple[Reason, str]]:
