@@ -80,7 +80,8 @@ class RegionRow:
     def of_a_call(self, of: str) -> tuple[int, int]:
         """The mean of a call."""
         before, after = self.total(of)
-        return before // self.calls, after // self.calls
+        calls = self.calls or 1
+        return before // calls, after // calls
 
     def notes(self) -> list[str]:
         kernels = {kernel for each in self.signatures for kernel in each.kernels}
