@@ -157,3 +157,22 @@ def test_a_checkpoint_inside_is_refused():
     x = torch.randn(3, 4, requires_grad=True)
     with pytest.raises(Refusal, match="hooks on saved tensors"):
         Derivative(lambda given: [checkpoint(torch.sin, given[0], use_reentrant=False).cos()], [x], [0])
+
+
+def test_an_input_that_no_derivative_needs_is_written(ran):
+    """Nothing is computed from the last bias."""
+    torch.manual_seed(0)
+    stock = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    found = []
+    for model in (stock, fastlayers.patch_model(copy.deepcopy(stock))):
+        x = torch.ones(2, 4, dtype=torch.double, requires_grad=True)
+        for _ in range(3):
+            y = model(x)
+            y.sum().backward()
+        y = model(x)
+        with torch.no_grad():
+            model[2].bias.add_(1)
+        (dx,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(dx.square().sum(), [x, *model.parameters()], allow_unused=True))
+    assert ran
+    torch.testing.assert_close(found[1], found[0])

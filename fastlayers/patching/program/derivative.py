@@ -123,6 +123,9 @@ class Derivative:
         self._inputs, self._constants = tape.inputs, tuple(tape.constants)
         self._operations = alive(tape.operations, names.used)
         self._used = frozenset(names.used)
+        read = self._used.union(*(operation.uses for operation in self._operations))
+        #: The places of the inputs whose values matter.
+        self.read = frozenset(i for i, name in enumerate(tape.inputs) if name in read)
         del names.tape  # Autograd keeps the hook.
 
     def values(self, inputs: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -130,6 +130,10 @@ def drawing(states: Sequence[Tensor] | None, inputs: Sequence[Tensor]) -> Iterat
         yield
 
 
+#: The places of all inputs.
+ALL = range(2**31)
+
+
 # -- one signature -----------------------------------------------------------------------------------------------------
 
 
@@ -221,18 +225,20 @@ class Again(NamedTuple):
     """What a call keeps for backwards that its code does not give: derivatives of it, and those of some results.
 
     Attributes:
+        plain: whether it ran the code without generated kernels.
         random: the state of the generators before the call, if it draws.
         old: the values before the call of the buffers in ``entry.read``.
     """
 
     entry: Entry
+    plain: bool
     random: list[Tensor] | None
     old: tuple[Tensor, ...]
 
     def needed(self, grads: Sequence[Tensor | None]) -> list[int]:
         """The places of what ``some`` needs in what the code keeps. The rest may have been written since."""
         found = self.entry.without(grads)
-        return [] if found is None or self.entry.code is not self.entry.plain else found[1]
+        return found[1] if found is not None and self.plain else []
 
     def some(
         self, given: Given, kept: list[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
@@ -243,7 +249,7 @@ class Again(NamedTuple):
         if found is None:
             return self.differentiate(given, grads, needs)
         code, places = found
-        if entry.code is not entry.plain:
+        if not self.plain:
             entry.apart = True
             every = self.kept_by_plain(given)
             kept = [every[i] for i in places]
@@ -261,18 +267,18 @@ class Again(NamedTuple):
             _, kept = entry.plain.forward(*entry.order((*inputs, *entry.constants)))  # type: ignore[union-attr]
         return list(kept)
 
-    def inputs(self, given: Given) -> list[Tensor]:
+    def inputs(self, given: Given, read: Container[int] = ALL) -> list[Tensor]:
         """What the call was given, in the order of the call. Of a buffer that it changes a copy: of the value before
         the call, if the results depend on that.
 
         Raises:
-            RuntimeError: another one was written since.
+            RuntimeError: another one of those at the places ``read`` was written since.
         """
         entry = self.entry
         total = len(given.parameters)
         places = entry.order(range(total))
         for number, place in enumerate(places):
-            if place in entry.changed:
+            if place in entry.changed or place not in read:
                 given.versions[number] = version_of(given.parameters[number])
         ordered = given.unchanged()
         inputs: Any = [t for _, t in sorted(zip(places, ordered, strict=True), key=operator.itemgetter(0))]
@@ -295,7 +301,7 @@ class Again(NamedTuple):
                 f"this backward of a patched forward cannot be differentiated, nor computed without a gradient of each "
                 f"result: {derivative}. Call it with fastlayers.unpatch_model(model)"
             )
-        inputs = self.inputs(given)
+        inputs = self.inputs(given, derivative.read)
         with default_dtype(entry.dtype), drawing(self.random, inputs), torch.no_grad(), excluding(KEYS):
             values = derivative.values(inputs)
         wanted = entry.order(range(len(inputs) + len(entry.constants)))[: entry.facts.wanted]

@@ -294,12 +294,16 @@ class Region:
         """The result of a call."""
         entry.calls += 1
         ordered, code = entry.order((*inputs, *entry.constants)), entry.code
-        assert code is not None
         if entry.facts.wanted:
+            if len(entry.facts.active) > 1 and dispatch.hooks_decide_what_is_kept():
+                # A backward for some results needs what the plain code keeps, as a checkpoint computes it again.
+                code = entry.plain
+            assert code is not None
             random = random_state(inputs) if entry.draws else None
             old = tuple(inputs[i].detach().clone() for i in entry.read)
-            results = code.record(Again(entry, random, old), ordered)
+            results = code.record(Again(entry, code is entry.plain, random, old), ordered)
         else:
+            assert code is not None
             results = code.call(ordered)
         return results[0] if entry.parts is None else put_together(entry.parts, (*inputs, *results), arguments)
 
