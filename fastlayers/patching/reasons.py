@@ -50,7 +50,7 @@ class Reason(str, Enum):
     RECORDING_FAILED = "an error of fastlayers in tracing or recording: calls run without what failed"
 
     # Calls that run op by op, although the forward may be a region
-    SEEN_ONCE = "no signature came twice: the second call with one is recorded"
+    SEEN_ONCE = "seen once so far: the second call with a signature is recorded"
     REGION_SIZE = "too few operations for a region, or too many"
     UNKNOWN_ARGUMENT = "an argument of a type that no signature has"
     MANY_SIGNATURES = "so many signatures were recorded that further ones are not"

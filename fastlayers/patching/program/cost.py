@@ -44,12 +44,9 @@ def cost_of(program: Program) -> Cost:
         name = plain_name(operation.function)
         if operation.view or name in ALLOCATES:
             continue
-        results = getattr(
-            operation.function, "results", ()
-        )  # Parts of a sum that a second kernel adds up are no values.
-        parts |= {
-            made: math.prod(r.sizes) * r.dtype.itemsize for made, r in zip(operation.makes, results, strict=False)
-        }
+        # Parts of a sum, which a second kernel adds up, are no values of the program.
+        for made, result in zip(operation.makes, getattr(operation.function, "results", ()), strict=False):
+            parts[made] = math.prod(result.sizes) * result.dtype.itemsize
         if name == "convolution" and operation.args[2] is not None:
             launches, moved = launches + 1, moved + 2 * size(operation.makes[0])
         launches += LAUNCHES.get(name, 1)

@@ -275,7 +275,8 @@ class Tape(Mode):
         if node is not None:
             return lines.get(node._sequence_nr())
         found = line_of(sys._getframe(1))
-        lines[torch._C._autograd._get_sequence_nr() - 1] = found  # type: ignore[attr-defined]  # the last node
+        # That of the last node is set by the first operation after it: the others have none, or are part of it.
+        lines.setdefault(torch._C._autograd._get_sequence_nr() - 1, found)  # type: ignore[attr-defined]
         return found
 
     def size(self, split: int) -> int:

@@ -278,7 +278,7 @@ class Region:
 
     def made(self) -> list[Entry]:
         """What runs calls as regions."""
-        return [entry for entries in self.entries.values() for entry in entries if entry.refusal is None]
+        return [entry for entries in [*self.entries.values()] for entry in entries if entry.refusal is None]
 
     def comes_again(self, module: nn.Module, key: Any) -> bool:
         """Whether a call without an entry is to be recorded; it counts as seen."""
@@ -554,7 +554,7 @@ class Region:
             raise Refusal(Reason.REGION_SIZE, f"{len(tape.operations)} operations in {size_of(module)} modules")
         names = [tape.name(t) for t in results]
         program = tape.program(split, names, dys, [None if t is None else tape.name(t) for t in gradients])
-        program.place = re.sub(r"\W", "_", place_of(self.original))
+        program.place = re.sub("[^a-zA-Z0-9]", "_", place_of(self.original))
         attends = any("attention" in plain_name(operation.function) for operation in tape.operations)
         entry.attentions = attentions() if attends else None
         entry.constants = tuple(tape.constants)

@@ -46,7 +46,7 @@ def signature_of(entry: Entry) -> SignatureRow:
 
 def reasons_of(region: Region) -> Iterator[tuple[Reason, str]]:
     """Why calls of a region's modules ran op by op, with details."""
-    entries = [entry for several in region.entries.values() for entry in several]
+    entries = [entry for several in [*region.entries.values()] for entry in several]
     refusals = *region.refused.values(), *(entry.refusal for entry in entries if entry.refusal is not None)
     yield from ((refusal.reason, refusal.detail) for refusal in refusals)
     yield from ((Reason.UNKNOWN_ARGUMENT, kind.__name__) for kind in region.strange)
@@ -54,7 +54,7 @@ def reasons_of(region: Region) -> Iterator[tuple[Reason, str]]:
     yield from ((Reason.SOME_GRADIENTS, entry.what) for entry in entries if entry.apart)
     if any(asked >= MAX_RECORDINGS for asked in region.asked.values()):
         yield Reason.MANY_SIGNATURES, str(MAX_RECORDINGS)
-    recorded = {key[2:] for key in region.entries}
-    once = {key for (_, key), count in region.seen.items() if count < CALLS and key not in recorded}
+    recorded = {key[2:] for key in [*region.entries]}
+    once = {key for (_, key), count in [*region.seen.items()] if count < CALLS and key not in recorded}
     if once:
         yield Reason.SEEN_ONCE, f"{len(once)} signatures"
