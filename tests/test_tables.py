@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -23,7 +24,7 @@ from fastlayers.graphs.report import GraphReport, GraphRow
 from fastlayers.patching import Reason
 from fastlayers.patching.measure.profile import Measurement, ProfileReport
 from fastlayers.patching.measure.verify import Comparison, VerifyReport
-from fastlayers.patching.report import PatchReport, Row
+from fastlayers.patching.report import PatchReport, RegionRow, Row, SignatureRow
 from fastlayers.tables import Table
 from tests import ROOT
 
@@ -46,12 +47,18 @@ MODULES = (
     ),
     Row("encoder.pooler", "ModernBertPooler", reason=Reason.CHANGES_STATE, detail="assigns self.the_hidden_states"),
 )  # fmt: skip
+RAN = RegionRow(
+    "BasicBlock",
+    (SignatureRow("16x64x56x56 bfloat16; training", 1200, (140, 92), (3 * 2**30, 2**30), ("fused_add_relu",)),),
+    ((Reason.SEEN_ONCE, "3 signatures"),),
+)
 DIFFERING = tuple(
     Comparison(f"grad of encoder.layer.{i}.attention.output.LayerNorm.weight", 1.2345e-5, 1e-6) for i in range(20)
 )
 STEP = Measurement(10.0, 0.1, {"norm": 1.0, "elementwise": 20.5}, 1200, 2**32)
 REPORTS = {
     "patch": PatchReport(MODULES, "DigitsResNet", unmatched=("nowhere.*",)),
+    "after calls": PatchReport(tuple(replace(row, region=RAN) for row in MODULES), "DigitsResNet"),
     "plan with details": PatchReport(
         tuple(Row(row.fqn, row.was, row.became, row.fused, row.reason, row.detail) for row in MODULES), details=True
     ),

@@ -45,7 +45,7 @@ KERNELS = {
     "triton_tem_fused_mm_0": "matrix products",
     "void fastlayers::(anonymous namespace)::layer_norm_forward<c10::BFloat16>": "fused layers",
     "_rms_norm_forward_kernel": "fused layers",
-    "fastlayers_pointwise_to_copy_add": "fused layers",
+    "fused_add_gelu__block_py_88": "fused layers",
     "Memcpy DtoD (Device -> Device)": "copies",
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "other torch kernels",
 }

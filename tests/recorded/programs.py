@@ -60,7 +60,7 @@ def encode(program: Program) -> dict[str, Any]:
     used = names_of(program)
     return {
         **{part: [encode_operation(each) for each in getattr(program, part)] for part in PARTS},
-        **{part: value for part, value in vars(program).items() if part not in (*PARTS, "values", "fake")},
+        **{part: value for part, value in vars(program).items() if part not in (*PARTS, "values", "fake", "place")},
         "values": {name: encode_value(t, memory) for name, t in program.values.items() if name in used},
     }
 

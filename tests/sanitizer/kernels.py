@@ -15,7 +15,7 @@ _CUDA_KERNEL = re.compile(
 #: fastlayers/kernels, which are the only kernels with such names.
 MANGLED = ("fastlayers", "^_[a-z]")
 #: The same for the names that reports and the profiler show.
-_OURS = re.compile(r"\bfastlayers(?:::|_)|^_[a-z]")
+_OURS = re.compile(r"\bfastlayers::|^(?:_|fused_)[a-z]")
 
 
 def cuda_kernels() -> set[str]:

@@ -49,7 +49,7 @@ softmax: rows, float32, cuda
 =========     Access to 0x7f5e71e00000
 =========
 ========= Uninitialized __global__ memory read of size 4 bytes
-=========     at fastlayers_pointwise_tanh_mul+0x230 in <fastlayers kernel 3>:4
+=========     at fused_tanh_mul__block_py_88+0x230 in <fastlayers kernel 3>:4
 =========     by thread (1,0,0) in block (0,0,0)
 =========     Access to 0x7f5e71e00004
 =========
@@ -103,7 +103,7 @@ def test_names_that_tools_show():
     assert kernels.cuda_kernel_of(shown) == "softmax_forward_rows"
     assert kernels.cuda_kernel_of("void fastlayers::add_pieces<float>(float const*)") == "add_pieces"
     assert kernels.cuda_kernel_of("void at::native::reduce_kernel<512, 1>(float)") is None
-    assert all(map(kernels.is_ours, (shown, "_whole_forward", "fastlayers_rows_mean")))
+    assert all(map(kernels.is_ours, (shown, "_whole_forward", "fused_mean")))
     assert not any(map(kernels.is_ours, ("void at::native::reduce_kernel<512, 1>(float)", "ampere_sgemm_32x32_sliced")))
 
 
@@ -121,7 +121,7 @@ def test_reports():
     assert read["racecheck"].ours == read["racecheck"].others == {race: 1}  # Threads that write the same are no race.
     assert not sanitizer.read_reports(REPORTS["racecheck"], misjudged="_whole_forward").ours
     assert list(read["initcheck"].ours) == [
-        ("Uninitialized __global__ memory read of size 4 bytes", "fastlayers_pointwise_tanh_mul")
+        ("Uninitialized __global__ memory read of size 4 bytes", "fused_tanh_mul__block_py_88")
     ]
     assert sum(read["initcheck"].others.values()) == 1
     assert not read["synccheck"].ours

@@ -57,7 +57,7 @@ def test_the_bias_of_a_convolution_and_what_is_written_over_their_sum(device, tr
     _, other = check(
         lambda *t: torch.relu_(convolve(*t)), x.contiguous(memory_format=torch.channels_last), kernel, bias
     )
-    assert names(other.forward) == ["convolution", "generated"]
+    assert names(other.forward) == ["convolution", "fused_add_relu"]
     # Nothing joins the sum, which is small: torch adds the bias.
     _, other = check(lambda x, k, b: F.max_pool2d(convolve(x, k, b), 2), x, kernel, bias)
     assert [o.args[2] is None for o in other.forward if plain_name(o.function) == "convolution"] == [False]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,13 +16,16 @@ pytest.importorskip("triton")
 
 import fastlayers
 from fastlayers import backends
+from fastlayers import functional as FL
 from fastlayers.kernels.generated import Kernel
+from fastlayers.patching.fusion.passes import fused
 from fastlayers.patching.program import executors
-from fastlayers.patching.program.executors import PythonExecutor
+from fastlayers.patching.program.dump import source_of
+from fastlayers.patching.program.executors import Facts, PythonExecutor
 from fastlayers.patching.reasons import PatchWarning, Reason
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.region import region_class
-from tests.patching.fusion.programs import INTERPRETED, PLACES, check, entries_of
+from tests.patching.fusion.programs import INTERPRETED, PLACES, check, entries_of, recorded
 
 pytestmark = pytest.mark.cpu_kernels
 
@@ -154,8 +159,43 @@ def test_the_name_of_a_kernel_says_what_it_does(device):
     _, pointwise = check(lambda x: (x * 2).sigmoid() + 1, x)
     _, summed = check(lambda x: (x * 2).sum(0), x)
     names = [o.function.launch.function.__name__ for program in (pointwise, summed) for o in program.forward]
-    assert names[0] == "fastlayers_pointwise_mul_sigmoid_add"
-    assert set(names[1:]) == {"fastlayers_reduction_mul_sum"}
+    assert names[0] == "fused_mul_sigmoid_add"
+    assert set(names[1:]) == {"fused_mul_sum"}
+    program, *_ = recorded(lambda x: (x * 2).sigmoid() + 1, (x,))
+    (placed,) = (o.function.__name__ for o in fused(replace(program, place="block_py_88")).forward)
+    assert placed == "fused_mul_sigmoid_add__block_py_88"
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_a_norm_in_a_kernel_is_named_as_a_whole(norm, device):
+    x, weight = torch.randn(64, 32, device=device), torch.rand(32, device=device)
+    _, program = check(lambda x, weight: getattr(FL, norm)((x * 2).sigmoid(), (32,), weight).relu(), x, weight)
+    (name,) = (o.function.__name__ for o in program.forward if isinstance(o.function, Kernel))
+    assert name == f"fused_mul_sigmoid_{norm}_relu"
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_a_program_prints_as_python_that_runs(device, tmp_path):
+    """With its kernels, also two of one name, and one that adds up what another one leaves."""
+
+    def function(x, weight):
+        y = FL.rms_norm((x * 2).sigmoid(), (32,), weight).relu()
+        return y, y.mT.contiguous() * 3, (x * 5).sum(0)
+
+    inputs = torch.randn(4096, 32, device=device), torch.rand(32, device=device)
+    _, program = check(function, *inputs)
+    source = source_of(replace(program, values={}), [""] * len(inputs))
+    assert source.count("@triton.jit") == source.count(" = Producer(")
+    path = tmp_path / "explained.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("explained", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for found, expected in zip(
+        module.forward(*inputs)[0], PythonExecutor(program, Facts()).forward(*inputs)[0], strict=True
+    ):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("device", PLACES)

@@ -197,6 +197,7 @@ def test_every_kind_has_a_colour():
         ("matmul", ["nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "ampere_sgemm_128x64_nn", "aten::addmm", "aten::bmm",
                     "void cublasLt::splitKreduce_kernel<32, 16, int, float>()", "void gemv2T_kernel_val<int, float>()",
                     "void cutlass::Kernel2<cutlass_80_wmma_tensorop_f16_s161616gemm_f16_32x32>()"]),
+        ("generated", ["fused_add_layer_norm_gelu__block_py_88", "fused_copy"]),
         ("norm", ["void fastlayers::(anonymous namespace)::layer_norm_forward_rows<float>(int)", "_whole_forward",
                   "void at::native::batch_norm_backward_kernel<float>()", "aten::native_layer_norm",
                   "void cudnn::bn_fw_tr_1C11_kernel_NCHW<float>()", "triton_red_fused_native_layer_norm_add_0",
