@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from processes import run_in_processes
-from sharding_checks import PARTS, RANKS, check_all, check_cases
 from torch.multiprocessing.spawn import ProcessRaisedException
+
+from tests.distributed.processes import run_in_processes
+from tests.distributed.sharding_checks import PARTS, RANKS, check_all, check_cases
 
 
 def expects_an_error(rank: int) -> None:
