@@ -31,7 +31,7 @@ def exported(module: Path) -> list[str]:
 def targets() -> dict[str, str]:
     """What has a place on the pages, by every name that a docstring may give it."""
     places = {
-        "fastlayers.functional": exported(PACKAGE / "functional.py"),
+        "fastlayers.functional": exported(PACKAGE / "functional/__init__.py"),
         "fastlayers.modules": [name for name in exported(PACKAGE / "modules/__init__.py") if name != "DROP_IN"],
         "fastlayers.patching": exported(PACKAGE / "patching/__init__.py"),
         "fastlayers.checkpoint": exported(PACKAGE / "checkpoint.py"),
@@ -85,12 +85,22 @@ def hide_old_names(function: griffe.Function) -> None:
                 parameter.default = None
 
 
+def show_functions(functional: griffe.Module) -> None:
+    """Show the functions where users find them. To Griffe, and not to Python, ``functional.glu`` is the file glu.py."""
+    public = exported(PACKAGE / "functional/__init__.py")
+    for family in [member for member in functional.modules.values() if not member.is_alias]:
+        functional.del_member(family.name)
+        for name in set(public).intersection(family.members):
+            functional.set_member(name, family.members[name])
+
+
 class Docstrings(griffe.Extension):
     """Rewrites the docstrings of the package after they are read, and the signatures of renamed functions."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         known = targets()
         self.rewrite(pkg, known)
+        show_functions(pkg["functional"])
 
     def rewrite(self, parent: griffe.Module | griffe.Class, known: dict[str, str]) -> None:
         for member in parent.members.values():
