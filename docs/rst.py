@@ -74,17 +74,6 @@ def mathml(latex: str) -> str:
     return converted
 
 
-def hide_old_names(function: griffe.Function) -> None:
-    """Show the signature that ``@formerly`` of :mod:`fastlayers.renamed` shows at run time."""
-    for decorator in function.decorators:
-        call = ast.parse(str(decorator.value), mode="eval").body
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "formerly":
-            for name in call.args:
-                del function.parameters[ast.literal_eval(name)]
-            for parameter in list(function.parameters)[: ast.literal_eval(call.keywords[0].value)]:
-                parameter.default = None
-
-
 def show_functions(functional: griffe.Module) -> None:
     """Show the functions where users find them. To Griffe, and not to Python, ``functional.glu`` is the file glu.py."""
     public = exported(PACKAGE / "functional/__init__.py")
@@ -95,7 +84,7 @@ def show_functions(functional: griffe.Module) -> None:
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites the docstrings of the package after they are read, and the signatures of renamed functions."""
+    """Rewrites the docstrings of the package after they are read."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         known = targets()
@@ -108,7 +97,5 @@ class Docstrings(griffe.Extension):
                 continue
             if member.docstring is not None:
                 member.docstring.value = markdown(textwrap.dedent(member.docstring.value), known)
-            if isinstance(member, griffe.Function):
-                hide_old_names(member)
             if member.is_module or member.is_class:
                 self.rewrite(member, known)  # type: ignore[arg-type]

@@ -5,14 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastlayers.ops import batch_norm as _batch_norm
-from fastlayers.renamed import REQUIRED, formerly, renamed
 
 
-@formerly("x", required=3)
 def batch_norm(
-    input: Tensor = REQUIRED,
-    running_mean: Tensor | None = REQUIRED,
-    running_var: Tensor | None = REQUIRED,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     training: bool = False,
@@ -22,7 +20,6 @@ def batch_norm(
     residual: Tensor | None = None,
     act: str | None = None,
     num_batches_tracked: Tensor | None = None,
-    x: Tensor | None = None,
 ) -> Tensor:
     r"""Batch normalisation, and the residual and the activation that follow it in the same pass.
 
@@ -53,8 +50,6 @@ def batch_norm(
     Raises:
         ValueError: act is not the name of an activation, or training meets a channel of one value.
     """
-    if x is not None:
-        input = renamed("batch_norm", "x", "input", x, input)
     return _batch_norm.batch_norm(
         input, running_mean, running_var, weight, bias, training, momentum, eps, residual, act, num_batches_tracked
     )

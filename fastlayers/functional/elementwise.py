@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from fastlayers.ops import elementwise as _elementwise
-from fastlayers.renamed import REQUIRED, formerly, renamed
 
 
 def relu_add(x: Tensor, y: Tensor, bias: float | Tensor = 0.0) -> Tensor:
@@ -37,15 +36,7 @@ def add_relu(x: Tensor, y: Tensor) -> Tensor:
     return _elementwise.add_relu(x, y)
 
 
-@formerly("x", "y", required=2)
-def mul(
-    input: Tensor = REQUIRED,
-    other: Tensor | float = REQUIRED,
-    *,
-    out: Tensor | None = None,
-    x: Tensor | None = None,
-    y: Tensor | None = None,
-) -> Tensor:
+def mul(input: Tensor, other: Tensor | float, *, out: Tensor | None = None) -> Tensor:
     r"""input·other, with both gradients from one kernel.
 
     .. math:: z = \text{input} \cdot \text{other}, \qquad
@@ -61,10 +52,6 @@ def mul(
 
     Keeps: input and other, as torch does.
     """
-    if x is not None:
-        input = renamed("mul", "x", "input", x, input)
-    if y is not None:
-        other = renamed("mul", "y", "other", y, other)
     if out is not None:
         return torch.mul(input, other, out=out)
     return _elementwise.mul(input, other)  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlayers.ops import glu as _glu
-from fastlayers.renamed import REQUIRED, formerly, renamed
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -77,15 +76,7 @@ def gated_linear(
     return _glu.gated_linear(gate, up, weight, bias, act)
 
 
-@formerly("x", required=1)
-def glu(
-    input: Tensor = REQUIRED,
-    dim: int = -1,
-    *,
-    act: str | None = "sigmoid",
-    gate_first: bool = False,
-    x: Tensor | None = None,
-) -> Tensor:
+def glu(input: Tensor, dim: int = -1, *, act: str | None = "sigmoid", gate_first: bool = False) -> Tensor:
     r"""a·act(b) for the chunks a and b of a tensor along one dimension, or act(a)·b, without copies of them.
 
     .. math:: y = a \cdot \text{act}(b), \qquad (a, b) = \text{input}
@@ -107,9 +98,4 @@ def glu(
         ValueError: act is not the name of an activation.
         RuntimeError: the size along ``dim`` is odd.
     """
-    if x is not None:
-        input = renamed("glu", "x", "input", x, input)
-    second: object = dim
-    if isinstance(second, str):  # act came before dim
-        act, dim = renamed("glu", "the second argument", "act", second, None), -1
     return _glu.glu(input, dim, act, gate_first)

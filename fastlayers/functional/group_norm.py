@@ -5,19 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastlayers.ops import group_norm as _group_norm
-from fastlayers.renamed import REQUIRED, formerly, renamed
 
 
-@formerly("x", required=2)
 def group_norm(
-    input: Tensor = REQUIRED,
-    num_groups: int = REQUIRED,
+    input: Tensor,
+    num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
     act: str | None = None,
-    x: Tensor | None = None,
 ) -> Tensor:
     r"""Group normalisation, and an activation of the result in the same pass.
 
@@ -42,14 +39,11 @@ def group_norm(
     Raises:
         ValueError: act is not the name of an activation, or a group has one value.
     """
-    if x is not None:
-        input = renamed("group_norm", "x", "input", x, input)
     return _group_norm.group_norm(input, num_groups, weight, bias, eps, act)
 
 
-@formerly("x", required=1)
 def instance_norm(
-    input: Tensor = REQUIRED,
+    input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     weight: Tensor | None = None,
@@ -59,7 +53,6 @@ def instance_norm(
     eps: float = 1e-5,
     *,
     act: str | None = None,
-    x: Tensor | None = None,
 ) -> Tensor:
     r"""Instance normalisation and an activation in the same pass: :func:`group_norm` with one channel in each group.
 
@@ -85,8 +78,6 @@ def instance_norm(
     Raises:
         ValueError: act is not the name of an activation, or ``use_input_stats`` meets a channel of one value.
     """
-    if x is not None:
-        input = renamed("instance_norm", "x", "input", x, input)
     return _group_norm.instance_norm(
         input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, act
     )

@@ -9,19 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlayers.ops import layer_norm as _layer_norm
-from fastlayers.renamed import REQUIRED, formerly, renamed
 
 
-@formerly("x", required=2)
 def layer_norm(
-    input: Tensor = REQUIRED,
-    normalized_shape: Sequence[int] = REQUIRED,
+    input: Tensor,
+    normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
     dtype: torch.dtype | None = None,
-    x: Tensor | None = None,
 ) -> Tensor:
     r"""Layer normalisation over the last dimensions; forward and backward read each tensor once.
 
@@ -43,21 +40,17 @@ def layer_norm(
 
     Keeps: input, weight, and the mean and rstd of each row.
     """
-    if x is not None:
-        input = renamed("layer_norm", "x", "input", x, input)
     return _layer_norm.layer_norm(input, normalized_shape, weight, bias, eps, dtype)
 
 
-@formerly("x", required=2)
 def rms_norm(
-    input: Tensor = REQUIRED,
-    normalized_shape: Sequence[int] = REQUIRED,
+    input: Tensor,
+    normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
     casting: str = "torch",
     dtype: torch.dtype | None = None,
-    x: Tensor | None = None,
 ) -> Tensor:
     r"""Root mean square normalisation over the last dimensions.
 
@@ -89,8 +82,6 @@ def rms_norm(
     Raises:
         ValueError: casting is not one of the three orders.
     """
-    if x is not None:
-        input = renamed("rms_norm", "x", "input", x, input)
     return _layer_norm.rms_norm(input, normalized_shape, weight, eps, casting, dtype)
 
 

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from fastlayers.ops import linear_cross_entropy as _linear_cross_entropy
-from fastlayers.renamed import REQUIRED, formerly, renamed
 
 
-@formerly("hidden", "bias", "class_weight", required=3)
 def linear_cross_entropy(
-    input: Tensor = REQUIRED,
-    linear_weight: Tensor = REQUIRED,
-    target: Tensor = REQUIRED,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
     *,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
@@ -30,9 +28,6 @@ def linear_cross_entropy(
     low_rank: tuple[Tensor, Tensor] | None = None,
     chunk_size: int | None = None,
     acc_dtype: torch.dtype | None = None,
-    hidden: Tensor | None = None,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
 ) -> Tensor:
     r"""The cross-entropy of a linear layer's logits, which are never in memory as a whole.
 
@@ -96,14 +91,6 @@ def linear_cross_entropy(
         TypeError: linear_weight alone is a DTensor, there is an acc_dtype beside DTensors, logit_scale is not a number,
             or low_rank is not a pair of tensors.
     """
-    if hidden is not None:
-        input = renamed("linear_cross_entropy", "hidden", "input", hidden, input)
-    if weight is not None and linear_weight is REQUIRED:
-        linear_weight, weight = renamed("linear_cross_entropy", "weight", "linear_weight", weight, None), None
-    if bias is not None:
-        linear_bias = renamed("linear_cross_entropy", "bias", "linear_bias", bias, linear_bias)
-    if class_weight is not None:
-        weight = renamed("linear_cross_entropy", "class_weight", "weight", class_weight, weight)
     if options is not None and chunk_size is None:
         chunk_size = options.batch_chunk_size
     if options is not None and options.acc_dtype is torch.float32 and acc_dtype is None:

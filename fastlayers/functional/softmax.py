@@ -6,18 +6,15 @@ import torch
 from torch import Tensor
 
 from fastlayers.ops import softmax as _softmax
-from fastlayers.renamed import REQUIRED, formerly, renamed
 
 
-@formerly("x", required=1)
 def softmax(
-    input: Tensor = REQUIRED,
+    input: Tensor,
     dim: int = -1,
     *,
     scale: float | None = None,
     mask: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    x: Tensor | None = None,
 ) -> Tensor:
     r"""softmax(input·scale + mask) along one dimension, in one pass over the scores.
 
@@ -42,20 +39,16 @@ def softmax(
     Raises:
         TypeError: scale is not a number.
     """
-    if x is not None:
-        input = renamed("softmax", "x", "input", x, input)
     return _softmax.softmax(input, dim, scale, mask, dtype, False)
 
 
-@formerly("x", required=1)
 def log_softmax(
-    input: Tensor = REQUIRED,
+    input: Tensor,
     dim: int = -1,
     *,
     scale: float | None = None,
     mask: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    x: Tensor | None = None,
 ) -> Tensor:
     r"""log(softmax(input·scale + mask)) along one dimension, without the softmax in memory.
 
@@ -64,6 +57,4 @@ def log_softmax(
     Stands for ``F.log_softmax(input * scale + mask, dim, dtype=dtype)``. Arguments, result and errors are those of
     :func:`softmax`, and so is what is kept.
     """
-    if x is not None:
-        input = renamed("log_softmax", "x", "input", x, input)
     return _softmax.softmax(input, dim, scale, mask, dtype, True)
