@@ -34,7 +34,7 @@ from fastlayers.graphs.gradients import Gradients, uses
 from fastlayers.graphs.pool import Call, Pool, in_one_segment
 from fastlayers.graphs.state import Counter, Generators, State, begun_collectives
 from fastlayers.graphs.words import InWords, concatenated
-from fastlayers.ops.dispatch import needs_operations
+from fastlayers.ops.modes import needs_operations
 from fastlayers.patching.reasons import PatchError, Reason
 from fastlayers.patching.regions.entries import autocast_state, no_regions
 from fastlayers.patching.regions.patterns import flatten

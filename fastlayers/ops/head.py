@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, reference
+from fastlayers.ops import graph_ops, guard, reference
 from fastlayers.ops.quantized import Quantized, quantized, without_quantized
 
 #: Elements of the logits from which a call that is left alone is chunked. Below, memory is no concern, and of three
@@ -459,12 +459,12 @@ def unsupported(
         "the weight of low_rank": low_rank_weight,
     }
     for name, t in tensors.items():
-        if t is not None and not dispatch.is_plain(t) and not isinstance(t, Quantized):
+        if t is not None and not guard.is_plain(t) and not isinstance(t, Quantized):
             return f"it takes plain tensors, and {name} is a {type(t).__name__}"
         if t is not None and t.device != input.device:
             return f"{name} is on {t.device}, and input on {input.device}"
     given = [t.dtype for t in (input, linear_weight, linear_bias) if isinstance(t, Tensor)]
-    if any(dtype not in dispatch.FLOATING or cast(dtype, rest.low) is not rest.compute for dtype in given):
+    if any(dtype not in guard.FLOATING or cast(dtype, rest.low) is not rest.compute for dtype in given):
         return f"input, linear_weight and linear_bias are {', '.join(map(str, given))}; chunks take one floating dtype"
     if low_rank is not None and not _takes_low_rank(low_rank, rest):
         given = [t.dtype for t in low_rank]
@@ -484,7 +484,7 @@ def unsupported(
         return f"linear_bias and weight have to be of shape ({columns},)"
     if low_rank is not None and reference.low_rank_problem(input.shape, linear_weight.shape, low_rank) is not None:
         return "low_rank has other shapes"
-    if weight is not None and (weight.requires_grad or weight.dtype not in dispatch.FLOATING):
+    if weight is not None and (weight.requires_grad or weight.dtype not in guard.FLOATING):
         return f"weight is {weight.dtype}, or wants a gradient"
     if weight is not None and rest.low is None and weight.dtype is not rest.compute:
         return f"weight is {weight.dtype}, and the logits are {rest.compute}"
@@ -509,19 +509,19 @@ def is_chunked(leaves: Leaves, target: Tensor | None, rest: Rest, weight: Tensor
     """
     compiling, forced, input = torch.compiler.is_compiling(), backends.get_backend(), leaves.input
     if not compiling:
-        if forced in ("eager", "compile") or dispatch.is_dtensor(input):  # the rules for these come with the reference
+        if forced in ("eager", "compile") or guard.is_dtensor(input):  # the rules for these come with the reference
             return False
-        if dispatch.must_decompose():
+        if guard.must_decompose():
             backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
             return False
     elif not (
-        dispatch.graph_keeps_kernel(input)
+        graph_ops.graph_keeps_kernel(input)
         if input.is_cuda
         else not torch.compiler._is_exporting_flag and forced is None
     ):
         return False
     asked = rest.chunk_size is not None or (forced is not None and not compiling)
-    if not asked and not (dispatch.is_plain(input) and is_large(input, leaves.linear_weight)):
+    if not asked and not (guard.is_plain(input) and is_large(input, leaves.linear_weight)):
         return False
     reason = unsupported(*leaves[:3], target, weight, rest, leaves.low_rank)
     if reason is not None and not compiling:
@@ -551,14 +551,14 @@ def check(
         raise ValueError(f"{name}(): expected a chunk_size of at least 1 row or None, but got {chunk_size}")
     if acc_dtype not in (None, torch.float32):
         raise ValueError(f"{name}(): expected acc_dtype to be torch.float32 or None, but got {acc_dtype}")
-    if acc_dtype is not None and dispatch.is_dtensor(input):
+    if acc_dtype is not None and guard.is_dtensor(input):
         raise TypeError(f"{name}(): expected no acc_dtype beside DTensors, but got {acc_dtype}")
     if not isinstance(logit_scale, float | int):
         raise TypeError(f"{name}(): expected logit_scale to be a number, but got {type(logit_scale).__name__}")
     for t in (input, linear_weight, target):
         if not isinstance(t, Tensor):
-            raise dispatch.expected_tensor(t)
-    if dispatch.is_dtensor(linear_weight) and not dispatch.is_dtensor(input):
+            raise guard.expected_tensor(t)
+    if guard.is_dtensor(linear_weight) and not guard.is_dtensor(input):
         raise TypeError(
             f"{name}(): expected linear_weight to be a whole tensor, but got a DTensor. Call it inside of"
             " the forward of the module that fully_shard wraps, where parameters are whole, or pass"

@@ -24,8 +24,9 @@ from fastlayers.ops import autocast, bias_act, glu, post_ops, reference, squeeze
 from fastlayers.ops import layer_norm as norms
 from fastlayers.ops import linear as _linear
 from fastlayers.ops.activations import activation
-from fastlayers.ops.dispatch import broadcasts_to, is_plain
 from fastlayers.ops.elementwise import GPU_LEAST
+from fastlayers.ops.guard import is_plain
+from fastlayers.ops.layouts import broadcasts_to
 from fastlayers.ops.reference import LOW_PRECISION, autocasts
 from fastlayers.ops.split import parts
 from fastlayers.ops.squeeze_excite import Link

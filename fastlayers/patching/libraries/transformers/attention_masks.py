@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastlayers.ops.dispatch import is_dtensor, is_plain, must_decompose
+from fastlayers.ops.guard import is_dtensor, is_plain, must_decompose
 from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
 from fastlayers.patching.capture.syntax import local_names, parse
 from fastlayers.patching.libraries.adapters import RewrittenModel

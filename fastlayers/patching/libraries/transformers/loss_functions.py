@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from fastlayers import functional
 from fastlayers.modules import FusedCrossEntropyLoss
-from fastlayers.ops.dispatch import is_dtensor
+from fastlayers.ops.guard import is_dtensor
 from fastlayers.ops.head import autocast_dtype
 from fastlayers.ops.reference import LOW_PRECISION, autocasts
 from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
