@@ -12,6 +12,7 @@ import sys
 import types
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
+from typing import ClassVar
 from unittest.mock import patch
 
 import numpy as np
@@ -106,6 +107,7 @@ class Body(nn.Module):
     """Enough operations for a region."""
 
     kind = 2.0
+    kinds: ClassVar = {"a": 2.0}
 
     def __init__(self, **attributes):
         super().__init__()
@@ -117,6 +119,10 @@ class Body(nn.Module):
 
     def middle(self, x):
         return self.body(x) * 2
+
+    @property
+    def factor(self):
+        return self.number
 
 
 class Middle(Body):
@@ -204,6 +210,12 @@ CHANGES = {
     "a class between, for super()": (
         "super().middle(F.gelu(x))", {"base": Middle},
         lambda m: patch.object(Middle, "middle", lambda self, x: x * 9, create=True),
+    ),
+    "what a property reads, for super()": (
+        "F.gelu(x) * super().factor", {"number": 2.0}, lambda m: setattr(m, "number", 9.0),
+    ),
+    "what a dict of a class has, for super()": (
+        "F.gelu(x) * super().kinds['a']", {}, lambda m: patch.dict(Body.kinds, a=9.0),
     ),
     "a global that hides a built-in function": (
         "F.gelu(x) * max(1.0, 2.0)", {}, lambda m: globals_of(m).update(max=lambda *args: 9.0),
@@ -310,7 +322,11 @@ def test_a_later_change_is_honoured(what, trains, op_by_op, ran):
                 agree(stock, patched)
 
 
-@pytest.mark.parametrize("what", [what for what in CHANGES if what not in ("a number of another type", *REFUSED[:-1])])
+#: Changes that a graph does not see, or does not mind.
+UNSEEN = ("a number of another type", "what a dict of a class has, for super()", *REFUSED[:-1])
+
+
+@pytest.mark.parametrize("what", [what for what in CHANGES if what not in UNSEEN])
 def test_a_graph_sees_the_change(what):
     result, attributes, change = CHANGES[what]
     for is_patched in (False, True):
@@ -900,9 +916,10 @@ def failing(error):
 )
 @pytest.mark.parametrize(
     "place",
-    ["capture.reads.Watch.fake", "capture.reads.Watch.read", "capture.reads.Watch.kind", "regions.readers.places",
-     "regions.region.Reader", "regions.region.agree", "program.tape.Tape.program", "capture.trace.Trace.record",
-     "capture.trace.Trace.constant", "capture.trace.Trace.run_segment", "capture.trace.Trace.run_child"],
+    ["capture.fake_run.FakeRun.fake", "capture.fake_run.FakeRun.read", "capture.fake_run.FakeRun.kind",
+     "regions.readers.places", "regions.region.Reader", "regions.region.agree", "program.tape.Tape.program",
+     "capture.trace.Trace.record", "capture.trace.Trace.constant",
+     "capture.trace.Trace.run_segment", "capture.trace.Trace.run_child"],
 )  # fmt: skip
 def test_an_error_of_ours_is_no_refusal(place, error, monkeypatch):
     monkeypatch.setattr(f"fastlayers.patching.{place}", failing(error))

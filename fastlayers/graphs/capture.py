@@ -21,7 +21,7 @@ from fastlayers.graphs.state import State, UncapturedError, begun_collectives
 from fastlayers.graphs.words import InWords
 from fastlayers.ops.dtensor import Whole, differentiable_shard_of, memory_of, shard_of
 from fastlayers.ops.guard import PLAIN, KeptAsIs, kept_as_is
-from fastlayers.patching.capture.syntax import is_ours
+from fastlayers.patching.capture.run import is_ours
 from fastlayers.patching.program.program import storage
 from fastlayers.patching.regions.entries import autocast_as, autocast_state, drawing, random_state
 from fastlayers.patching.regions.patterns import Flat, unflatten

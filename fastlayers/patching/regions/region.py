@@ -31,9 +31,10 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from fastlayers import backends
 from fastlayers.ops import guard, layouts, modes, raw_ops
-from fastlayers.patching.capture.reads import load_fake_tensors, read_by
+from fastlayers.patching.capture.fake_run import load_fake_tensors
+from fastlayers.patching.capture.reads import read_by
 from fastlayers.patching.capture.rebuild import arguments_source
-from fastlayers.patching.capture.syntax import is_ours
+from fastlayers.patching.capture.run import is_ours
 from fastlayers.patching.libraries.adapters import adapters, decorated, takes_former_names, undecorated
 from fastlayers.patching.program.executors import (
     KEYS,

@@ -13,9 +13,9 @@ from typing import Any
 from torch import fx, nn
 
 from fastlayers.patching.capture.lookups import inside_layer
-from fastlayers.patching.capture.recording import Recording, bind, binder
+from fastlayers.patching.capture.recording import Given, Recording, bind, binder
 from fastlayers.patching.capture.syntax import optional_parameters
-from fastlayers.patching.capture.trace import Given, record
+from fastlayers.patching.capture.trace import record
 from fastlayers.patching.ir.fingerprints import Fingerprint, fingerprint, norm_by_hand
 from fastlayers.patching.libraries.adapters import RewrittenModel, adapters, plain_forward
 from fastlayers.patching.reasons import Reason, Refusal
