@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fastlayers
 from fastlayers import backends, functional
 from fastlayers.ops import head
-from fastlayers.patching.libraries.transformers.loss_functions import DeferredLogits
+from fastlayers.patching.libraries.transformers.deferred_logits import DeferredLogits
 from fastlayers.patching.runtime.lazy import Head
 
 REDUCTIONS = ("mean", "sum", "none")

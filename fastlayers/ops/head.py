@@ -271,6 +271,22 @@ class _Product(NamedTuple):
     dinput: Tensor | None
     dweight: Tensor | None
 
+    @classmethod
+    def of(
+        cls, x: Tensor, weight: Tensor | Quantized, compute: torch.dtype, for_x: bool, for_weight: bool, sum_wide: bool
+    ) -> _Product:
+        """``sum_wide``: whether the gradient of the weight is summed in float32."""
+        columns, width = weight.shape
+        wide = torch.promote_types(compute, torch.float32)
+        dx_dtype = x.dtype if x.dtype is compute else wide
+        dx = torch.empty((x.numel() // width, width), dtype=dx_dtype, device=x.device) if for_x else None
+        x = matrix(x.reshape(-1, width), compute)
+        if not isinstance(weight, Tensor):
+            return cls(x, weight, dx, None)
+        dw_dtype = weight.dtype if weight.dtype is compute and not sum_wide else wide
+        dw = torch.empty((columns, width), dtype=dw_dtype, device=x.device) if for_weight else None
+        return cls(x, matrix(weight, compute), dx, dw)
+
     def rows(self, start: int, end: int) -> Tensor:
         """The rows of the weight of some classes."""
         weight = self.weight
@@ -336,6 +352,20 @@ def matrix(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if 1 in t.stride() else t.contiguous()
 
 
+def _chunks_for(leaves: Leaves, rest: Rest, wanted: tuple[bool, ...]) -> Chunks:
+    """The chunks of a sweep that leaves the wanted gradients."""
+    input, linear_weight = leaves.input, leaves.linear_weight
+    columns, features = linear_weight.shape
+    free = _free_bytes(input.device)
+    if free is not None:
+        free -= sum(wants * t.nbytes for wants, t in zip(wanted, leaves, strict=False) if isinstance(t, Tensor))
+    # Where dweight is float32 anyway, or not wanted, its sum takes no memory.
+    low_precision = isinstance(linear_weight, Tensor) and linear_weight.dtype in reference.LOW_PRECISION
+    summed = features if wanted[1] and low_precision else 0
+    always_wide = rest.acc_dtype is not None
+    return plan(input.numel() // features, columns, summed, rest.compute.itemsize, rest.chunk_size, free, always_wide)
+
+
 def sweep(
     input: Tensor, linear_weight: Tensor | Quantized, linear_bias: Tensor | None, rest: Rest, chunk: Chunk,
     alpha: float, wanted: tuple[bool, ...], low_rank: LowRank | None = None,
@@ -346,38 +376,16 @@ def sweep(
     """
     compute, scale = rest.compute, rest.scale
     leaves = Leaves.of(input, linear_weight, linear_bias, low_rank)
-    columns, features = linear_weight.shape
+    columns = linear_weight.shape[0]
     for_input, for_weight, for_bias, *for_low_rank = wanted
-    free = _free_bytes(input.device)
-    if free is not None:
-        free -= sum(wants * t.nbytes for wants, t in zip(wanted, leaves, strict=False) if isinstance(t, Tensor))
-    rows = input.numel() // features
-    # Where dweight is float32 anyway, or not wanted, its sum takes no memory.
-    low_precision = isinstance(linear_weight, Tensor) and linear_weight.dtype in reference.LOW_PRECISION
-    summed = features if for_weight and low_precision else 0
-    always_wide = rest.acc_dtype is not None
-    chunks = plan(rows, columns, summed, compute.itemsize, rest.chunk_size, free, always_wide)
+    chunks = _chunks_for(leaves, rest, wanted)
     wide = torch.promote_types(compute, torch.float32)
-
-    def buffer(leaf: Tensor, shape: tuple[int, ...], sum_wide: bool) -> Tensor:
-        dtype = leaf.dtype if leaf.dtype is compute and not sum_wide else wide
-        return torch.empty(shape, dtype=dtype, device=input.device)
-
-    def product(x: Tensor, weight: Tensor | Quantized, for_x: bool, for_weight: bool, sum_wide: bool) -> _Product:
-        width = weight.shape[1]
-        dx = buffer(x, (rows, width), False) if for_x else None
-        x = matrix(x.reshape(-1, width), compute)
-        if not isinstance(weight, Tensor):
-            return _Product(x, weight, dx, None)
-        dw = buffer(weight, (columns, width), sum_wide) if for_weight else None
-        return _Product(x, matrix(weight, compute), dx, dw)
-
-    products = [product(input, linear_weight, for_input, for_weight, chunks.wide)]
+    products = [_Product.of(input, linear_weight, compute, for_input, for_weight, chunks.wide)]
     if low_rank is not None:
         # The smaller part comes first: the sum is rounded once to what the larger part is rounded to. The gradient of a
         # thin weight is small, so that it always is summed in float32.
         for_x, for_thin_weight = for_low_rank or (False, False)
-        products.insert(0, product(*low_rank, for_x, for_thin_weight, True))
+        products.insert(0, _Product.of(*low_rank, compute, for_x, for_thin_weight, True))
     b = None if linear_bias is None else linear_bias.detach().to(compute)
     db = torch.zeros(columns, dtype=wide, device=input.device) if for_bias else None
     memory = torch.empty((chunks.most, row_length(columns)), dtype=compute, device=input.device)

@@ -20,23 +20,6 @@ from torch import fx
 
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = [
-    "Given",
-    "Name",
-    "Recording",
-    "Segment",
-    "add_names",
-    "bind",
-    "binder",
-    "equality",
-    "exactly",
-    "has_literal",
-    "has_number",
-    "module_expression",
-    "note_number",
-    "noting_numbers",
-]
-
 
 @dataclass
 class Recording:

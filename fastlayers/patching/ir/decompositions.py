@@ -189,7 +189,7 @@ def last(name: str, node: Node, operands: dict[str, Any], inner: tuple[Op, ...])
 
 
 def norm_operands(view: Nodes, body: Body, names: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The operands of a norm, if its casting order is the one of the body; see :func:`calls.computes_norm`."""
+    """The operands of a norm, if its casting order is the one of the body; see :func:`norm_calls.computes_norm`."""
     x, weight, eps = view.example(names["input"]), names.get("weight"), names["eps"]
     if x is None or x.dtype not in (torch.float32, *LOW_PRECISION) or not isinstance(eps, float) or not x.dim():
         return None

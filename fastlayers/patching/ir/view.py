@@ -34,7 +34,7 @@ from fastlayers.patching.ir.spellings import (
     RANDOM,
     SPELLINGS,
 )
-from fastlayers.patching.runtime import calls, python, traits
+from fastlayers.patching.runtime import norm_calls, python, traits
 from fastlayers.patching.runtime.checks import hooked, is_plain_layer, is_sequential, original_class
 
 __all__ = ["JOINED_NORMS", "View", "counts_batch", "forked", "is_about_rank", "is_barrier", "is_fresh"]
@@ -251,7 +251,11 @@ class View(Nodes):
 
 
 #: The calls that return the norm of x + residual and the sum, and the position of x; the residual follows it.
-JOINED_NORMS: dict[Any, int] = {calls.add_layer_norm: 0, calls.add_rms_norm: 0, calls.add_handwritten_norm: 1}
+JOINED_NORMS: dict[Any, int] = {
+    norm_calls.add_layer_norm: 0,
+    norm_calls.add_rms_norm: 0,
+    norm_calls.add_handwritten_norm: 1,
+}
 
 
 def forked(node: Any) -> Node | None:
