@@ -274,7 +274,7 @@ class Region:
         """The result of a call."""
         ordered, code = entry.order((*inputs, *entry.constants)), entry.code
         if entry.facts.wanted:
-            if len(entry.facts.active) > 1 and dispatch.hooks_decide_what_is_kept():
+            if len(entry.facts.active) > 1 and guard.hooks_decide_what_is_kept():
                 # A backward for some results needs what the plain code keeps, as a checkpoint computes it again.
                 code = entry.plain
             assert code is not None

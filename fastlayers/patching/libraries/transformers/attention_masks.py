@@ -75,7 +75,7 @@ def attention_mask(library: Library, create: Any, counted: Any, *args: Any, **kw
         counted: position ids that the method counted up itself; None if they were given.
         args, kwargs: the arguments of that call.
     """
-    # An exported or traced graph serves all lengths, and some need the mask. It reads the flag as ops.dispatch does.
+    # An exported or traced graph serves all lengths, and some need the mask. It reads the flag as ops.guard does.
     if torch.compiler.is_compiling():
         for_every_length = torch.compiler._is_exporting_flag
     else:
