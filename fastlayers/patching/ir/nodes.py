@@ -20,13 +20,7 @@ from fastlayers.patching.capture.trace import record_child
 from fastlayers.patching.ir.fingerprints import fingerprint
 from fastlayers.patching.ir.known_functions import known_spelling
 from fastlayers.patching.ir.operations import Attribute, Leading, Op
-from fastlayers.patching.ir.spellings import (
-    LAYERS,
-    NUMBER_ATTRIBUTES,
-    NUMBER_FUNCTIONS,
-    NUMBER_METHODS,
-    SPELLINGS,
-)
+from fastlayers.patching.ir.spellings import LAYERS, NUMBER_ATTRIBUTES, NUMBER_FUNCTIONS, NUMBER_METHODS, SPELLINGS
 from fastlayers.patching.runtime import python
 from fastlayers.patching.runtime.checks import is_plain_layer, is_sequential, original_class
 
