@@ -38,6 +38,7 @@ from fastlayers.patching.fusion.fusable import (
 )
 from fastlayers.patching.fusion.kernel_writer import KernelWriter, NotFusableError, row_length
 from fastlayers.patching.fusion.lowering import IN_PLACE, lowered
+from fastlayers.patching.program.cost import LAUNCHES
 from fastlayers.patching.program.program import (
     Operation,
     Program,
@@ -65,8 +66,6 @@ PLAIN_COPIES = frozenset({"clone", "contiguous"})
 #: Casts that one kernel does, and elements of a larger one, whose launch takes no time beside it: of parameters, and of
 #: their gradients, which have to wait for the last of these.
 MOST_CASTS, LARGEST_CAST, LARGEST_LAST_CAST = 24, 2**24, 2**20
-#: Launches of an operation of torch that has more than one.
-LAUNCHES = {"_safe_softmax": 4}
 
 
 def with_kernels(program: Program) -> Program:
@@ -93,10 +92,18 @@ def with_kernels(program: Program) -> Program:
             if any(o is operation for o in (*done.forward, *done.backward))
         }
         if not left:
+            done = done.with_operations(at(operation, program.place) for operation in done.operations)
             kernels = [o.function for o in (*done.forward, *done.backward) if isinstance(o.function, Kernel)]
             compile_together(list(dict.fromkeys(kernels)))
             return done
         unfused |= left
+
+
+def at(operation: Operation, place: str) -> Operation:
+    """The operation, where it calls a generated kernel by a name that says where that is used."""
+    if not (place and isinstance(operation.function, Kernel)):
+        return operation
+    return replace(operation, function=operation.function.at(place))
 
 
 def with_numbers(program: Program) -> Program:
@@ -348,17 +355,22 @@ class Group:
         return self.calls[0].view
 
 
-def calls_of(kernels: Sequence[Kernel], inputs: tuple[str, ...], makes: tuple[str, ...]) -> list[Operation]:
+def calls_of(
+    kernels: Sequence[Kernel], inputs: tuple[str, ...], makes: tuple[str, ...], source: str | None = None
+) -> list[Operation]:
     """The calls of one kernel, or of two, of which the second adds up the first results."""
     if len(kernels) == 1:
-        return [call_of(kernels[0], inputs, makes)]
+        return [call_of(kernels[0], inputs, makes, source)]
     summed = len(kernels[1].results)
     parts = tuple(f"{name}_parts" for name in makes[:summed])
-    return [call_of(kernels[0], inputs, (*parts, *makes[summed:])), call_of(kernels[1], parts, makes[:summed])]
+    return [
+        call_of(kernels[0], inputs, (*parts, *makes[summed:]), source),
+        call_of(kernels[1], parts, makes[:summed], source),
+    ]
 
 
-def call_of(kernel: Kernel, inputs: tuple[str, ...], makes: tuple[str, ...]) -> Operation:
-    return Operation(kernel, tuple(map(Value, inputs)), {}, makes, single=False, effect=False)
+def call_of(kernel: Kernel, inputs: tuple[str, ...], makes: tuple[str, ...], source: str | None = None) -> Operation:
+    return Operation(kernel, tuple(map(Value, inputs)), {}, makes, single=False, effect=False, source=source)
 
 
 class Fusion:
@@ -690,10 +702,12 @@ class Fusion:
         inputs, given = tuple(writer.inputs), [self.given[root] for root in roots]
         makes = tuple(self.given[root].makes[0] for root in writer.stores)
         alias = self.alias(writer, makes)
+        lines = [self.given[place].source for place in sorted(writer.members | set(roots)) if place >= 0]
+        source = "\n".join(dict.fromkeys(filter(None, lines))) or None
         return Group(
             roots=list(roots),
             stores=list(writer.stores),
-            calls=calls_of(kernels, inputs, makes) if alias is None else [alias],
+            calls=calls_of(kernels, inputs, makes, source) if alias is None else [alias],
             inputs=inputs,
             loads=frozenset(writer.loads),
             members=frozenset(writer.members | set(roots)),

@@ -18,12 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
 from fastlayers.patching.fusion.absorption import kernel_name
-from fastlayers.patching.fusion.fusable import is_fusable, spelled
+from fastlayers.patching.fusion.fusable import COPIES, WHOLE, is_fusable, spelled
 from fastlayers.patching.program.executors import KEYS, excluding
 from fastlayers.patching.program.program import (
     Operation,
     Program,
     alive,
+    arguments_of,
     base_of,
     operands_like,
     with_names,
@@ -292,6 +293,23 @@ def steps_of(
             names[own] = f"{first}_{own}"
             values[names[own]] = t
     steps = alive(tape.operations, [tape.name(t) for _, t in wanted])
+    whole = name_of_steps(operation, steps)
     return [
-        replace(with_names(step, names), makes=tuple(names.get(name, name) for name in step.makes)) for step in steps
+        replace(
+            with_names(step, names),
+            makes=tuple(names.get(name, name) for name in step.makes),
+            source=operation.source,
+            step_of="" if spelled(step) in COPIES else whole,
+        )
+        for step in steps
     ]
+
+
+def name_of_steps(operation: Operation, steps: Sequence[Operation]) -> str:
+    """What a generated kernel calls the steps of a norm; empty for those of an activation, say, which say more than its
+    name."""
+    if not any(spelled(step) in WHOLE for step in steps):
+        return ""
+    name = (kernel_name(operation) or spelled(operation)).removeprefix("native_").removesuffix("_forward")
+    kind = {declared.name: value for declared, value in arguments_of(operation, every=True)}.get("kind", LAYER)
+    return name if kind == LAYER else name.replace("layer", "rms")
