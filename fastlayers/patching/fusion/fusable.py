@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -36,10 +37,12 @@ __all__ = [
     "MOVES",
     "WHOLE",
     "argument",
+    "called",
     "formula",
     "in_new_memory",
     "is_dense",
     "is_fusable",
+    "kernel_name",
     "reduced_dims",
     "rounded_later",
     "row_dim",
@@ -69,12 +72,24 @@ FILLED = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1,
 
 def spelled(operation: Operation) -> str:
     """The name of an operation of torch, without that of its only overload; empty for one of another kind."""
-    return name_of(operation.function)
+    return name_of(operation.function, "aten")
+
+
+def kernel_name(operation: Operation) -> str:
+    """The name of a kernel of csrc; empty for another operation."""
+    return name_of(operation.function, "fastlayers")
+
+
+def called(operation: Operation) -> str:
+    """The name of an operation of torch, of a kernel of csrc or of a function; empty for a launch."""
+    if isinstance(operation.function, FunctionType):
+        return operation.function.__name__
+    return spelled(operation) or kernel_name(operation)
 
 
 @lru_cache(maxsize=1024)
-def name_of(function: Any) -> str:
-    if not isinstance(function, OpOverload) or function.namespace != "aten":
+def name_of(function: Any, namespace: str) -> str:
+    if not isinstance(function, OpOverload) or function.namespace != namespace:
         return ""
     name = function._schema.name.split("::")[1]
     return name if function._schema.overload_name in ("", "default") else f"{name}.{function._schema.overload_name}"

@@ -1,0 +1,290 @@
+"""Patterns over a program: which operations stand together, on what condition, and what comes in their place.
+
+A pass of patterns is a tuple of rows. A row has a pattern, an :class:`Op`, and a function that is given a
+:class:`Match` and returns the operations that come in place of the matched one, an :class:`Edit` if others change as
+well, or None where its condition does not hold::
+
+    def copied(match):
+        return [match.step(CLONE, match.root.args[1], makes=match.out)]
+
+    without_identities = Patterns((Row(Op("mm", of=(Op("eye"),)), copied),))
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fastlayers.kernels.launch import Producer
+from fastlayers.patching.fusion.fusable import called
+from fastlayers.patching.program.program import Operation, Program, Value, empty_as, renamed
+
+__all__ = ["Edit", "Match", "Op", "Patterns", "Row", "call", "new", "only_reader", "step"]
+
+
+class Op:
+    """A pattern: an operation, what makes its operands, and what reads its result.
+
+    Args:
+        names: what it may be called, as :func:`~fastlayers.patching.fusion.fusable.called` says it; any if empty.
+        key: under which a match has it.
+        of: patterns of what makes its first operands, None for one that may be anything. Views are looked through.
+        commutes: whether its first two arguments may come in either order; a match has them in that of the pattern.
+        read_by: a pattern of the only operation that reads its first result, which nothing else needs.
+        unwritten: whether nothing may write to its first result.
+    """
+
+    def __init__(
+        self, *names: str, key: str = "", of: Sequence[Op | None] = (), commutes: bool = False,
+        read_by: Op | None = None, unwritten: bool = False,
+    ) -> None:  # fmt: skip
+        self.names, self.key, self.of, self.commutes = frozenset(names), key, of, commutes
+        self.read_by, self.unwritten = read_by, unwritten
+
+    def matches(self, operation: Operation | None, program: Program) -> Iterator[dict[str, Operation]]:
+        """The ways in which an operation matches: by their keys, those that the pattern names."""
+        if operation is None or (self.names and called(operation) not in self.names):
+            return
+        if self.unwritten and program.is_written(operation.makes[0]):
+            return
+        reader = only_reader(program, operation.makes[0]) if self.read_by else None
+        for later in self.read_by.matches(reader, program) if self.read_by else ({},):
+            for turned in (operation, swapped(operation)) if self.commutes else (operation,):
+                for before in made_by(self.of, turned.operands, program):
+                    yield {self.key: turned, **before, **later}
+
+
+def swapped(operation: Operation) -> Operation:
+    """The operation with its first two arguments in the other order."""
+    first, second, *others = operation.args
+    return replace(operation, args=(second, first, *others))
+
+
+def made_by(patterns: Sequence[Op | None], operands: Sequence[str], program: Program) -> Iterator[dict[str, Operation]]:
+    """The ways in which what makes some operands matches these patterns."""
+    if not patterns:
+        yield {}
+        return
+    if len(operands) < len(patterns):
+        return
+    first, *others = patterns
+    for own in first.matches(maker_of(operands[0], program), program) if first else ({},):
+        for rest in made_by(others, operands[1:], program):
+            yield own | rest
+
+
+def maker_of(name: str, program: Program) -> Operation | None:
+    """The operation that makes a value, or what that is a view of."""
+    maker = program.makers.get(name)
+    while maker is not None and maker.view:
+        maker = program.makers.get(maker.args[0].name)
+    return maker
+
+
+def only_reader(program: Program, name: str) -> Operation | None:
+    """The operation that alone reads a value; None if there are several, or the value is needed otherwise."""
+    places = program.readers.get(name, ())
+    if len(places) != 1 or name in program.needed or name in program.inputs:
+        return None
+    reader = program.operations[places[0]]
+    return reader if reader.operands.count(name) == 1 else None
+
+
+# -- what replaces a match ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Edit:
+    """A change of a program.
+
+    Attributes:
+        steps: pairs of an operation and what comes in its place, which may be nothing.
+        names: other names for values.
+    """
+
+    steps: Sequence[tuple[Operation, Sequence[Operation]]]
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+#: Operations that several matches share, and the place of the first one.
+Shared: TypeAlias = dict[Any, tuple[int, Operation]]
+
+
+@dataclass
+class Match:
+    """Where a pattern was found.
+
+    Attributes:
+        program: as the pass found it.
+        place: of the operation among those of the program.
+        found: the operations that the pattern names, by their keys.
+        root: the one that is replaced.
+    """
+
+    program: Program
+    place: int
+    found: Mapping[str, Operation]
+    _shared: Shared
+
+    @property
+    def root(self) -> Operation:
+        return self.program.operations[self.place]
+
+    @property
+    def out(self) -> str:
+        """The first result of the root."""
+        return self.root.makes[0]
+
+    @property
+    def in_backward(self) -> bool:
+        return self.place >= len(self.program.forward)
+
+    def __getitem__(self, key: str) -> Operation:
+        return self.found[key]
+
+    def place_of(self, operation: Operation) -> int:
+        return next(place for place, other in enumerate(self.program.operations) if other is operation)
+
+    def t(self, value: Value | str) -> Tensor:
+        return self.program.values[value if isinstance(value, str) else value.name]
+
+    def new(self, t: Tensor, dtype: torch.dtype | None = None) -> str:
+        """The name of a new value like this one, in memory of its own."""
+        with self.program.fake:
+            return new(self.program, empty_as(t, dtype))
+
+    def empty(self, shape: Sequence[int], like: Tensor) -> str:
+        """The name of a new, contiguous value of the dtype and on the device of another."""
+        with self.program.fake:
+            return new(self.program, torch.empty([*shape], dtype=like.dtype, device=like.device))
+
+    def shared(self, key: Any, make: Callable[[], Operation]) -> Value:
+        """The result of an operation that all matches in one direction share, before the first of them."""
+        key = self.in_backward, key
+        place, operation = self._shared.get(key) or (len(self.program.operations), None)
+        if place > self.place:  # Matches come from the end.
+            self._shared.pop(key, None)
+            self._shared[key] = self.place, operation or make()
+        return Value(self._shared[key][1].makes[0])
+
+
+def new(program: Program, t: Tensor) -> str:
+    """The name of a new value."""
+    name = f"n{len(program.values)}"
+    program.values[name] = t
+    return name
+
+
+def step(function: Any, *args: Any, makes: str, view: bool = False, **kwargs: Any) -> Operation:
+    """An operation of torch with one result."""
+    return Operation(function, args, kwargs, (makes,), single=True, effect=False, view=view)
+
+
+def call(kernel: Producer, inputs: Iterable[str], makes: Iterable[str]) -> Operation:
+    """A call of a kernel that makes its results."""
+    return Operation(kernel, tuple(map(Value, inputs)), {}, tuple(makes), single=False, effect=False)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A pattern and what becomes of it.
+
+    Attributes:
+        pattern: the operation that is replaced, with those around it.
+        becomes: what comes in its place; None where a condition does not hold.
+        when: what programs it is for.
+    """
+
+    pattern: Op
+    becomes: Callable[[Match], Edit | Sequence[Operation] | None]
+    when: Callable[[Program], bool] = lambda program: True
+
+
+class Patterns:
+    """A pass of patterns.
+
+    Args:
+        rows: of those that fit an operation, the first one applies.
+        in_turn: whether a row sees what those before it left, operation by operation from the first one, until none
+            fits. Otherwise each sees the program as it was before the pass, and of patterns that overlap the last one
+            applies.
+    """
+
+    def __init__(self, *rows: Row, in_turn: bool = False) -> None:
+        self.rows, self.in_turn = rows, in_turn
+
+    def __call__(self, program: Program) -> Program:
+        rows = [row for row in self.rows if row.when(program)]
+        found = (in_turn if self.in_turn else at_once)(program, rows)
+        return program if found is program else found.settled(found.forward, found.backward)
+
+
+def in_turn(program: Program, rows: Sequence[Row]) -> Program:
+    place = 0
+    while place < len(program.operations):
+        edit = edit_at(program, place, rows, {})
+        if edit is None:
+            place += 1
+        else:
+            program, place = applied(program, edit, place)
+    return program
+
+
+def at_once(program: Program, rows: Sequence[Row]) -> Program:
+    done: set[int] = set()
+    shared: Shared = {}
+    steps: list[tuple[Operation, Sequence[Operation]]] = []
+    names: dict[str, str] = {}
+    for place in reversed(range(len(program.operations))):
+        if id(program.operations[place]) in done:
+            continue
+        edit = edit_at(program, place, rows, shared)
+        own = {id(operation) for operation, _ in edit.steps} if edit else set()
+        if edit is not None and done.isdisjoint(own):
+            done |= own
+            steps += edit.steps
+            names |= edit.names
+    if not steps:
+        return program
+    first = defaultdict[int, list[Operation]](list)
+    for place, operation in shared.values():
+        first[id(program.operations[place])].append(operation)
+    known = {id(operation): others for operation, others in steps}
+    whole = [
+        (operation, (*first[id(operation)], *known.get(id(operation), (operation,))))
+        for operation in program.operations if id(operation) in first.keys() | known.keys()
+    ]  # fmt: skip
+    return applied(program, Edit(whole, names), 0)[0]
+
+
+def edit_at(program: Program, place: int, rows: Sequence[Row], shared: Shared) -> Edit | None:
+    """What the first row that fits an operation makes of it."""
+    operation = program.operations[place]
+    for row in rows:
+        for found in row.pattern.matches(operation, program):
+            edit = row.becomes(Match(program, place, found, shared))
+            if edit is not None:
+                return edit if isinstance(edit, Edit) else Edit([(operation, edit)])
+    return None
+
+
+def applied(program: Program, edit: Edit, place: int) -> tuple[Program, int]:
+    """The program after a change, and where the operation at a place was."""
+    steps = {id(operation): others for operation, others in edit.steps}
+    parts: list[list[Operation]] = []
+    for part in (program.forward, program.backward):
+        made: list[Operation] = []
+        for operation in part:
+            made += steps.get(id(operation), (operation,))
+        parts.append(made)
+    at = sum(len(steps.get(id(operation), (operation,))) for operation in program.operations[:place])
+    found = replace(program, forward=parts[0], backward=parts[1])
+    return renamed(found, edit.names) if edit.names else found, at
