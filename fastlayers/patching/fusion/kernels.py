@@ -52,14 +52,12 @@ from fastlayers.patching.program.program import (
     written_by,
 )
 
-__all__ = ["with_kernels", "with_numbers", "without_repetitions"]
+__all__ = ["with_kernels"]
 
 #: A tensor so many times smaller than another one is read from caches.
 BROADCAST = 8
 #: Bytes of a tensor whose sums down columns, or a copy into another layout, are worth a kernel by themselves.
 COLUMNS = 2**22
-#: Operations with a tensor for a number, and with the number.
-SCALARS = {f"{name}.Tensor": getattr(torch.ops.aten, name).Scalar for name in ("add", "sub", "mul", "div")}
 #: Operations that give each element as it is.
 PLAIN_COPIES = frozenset({"clone", "contiguous"})
 #: Casts that one kernel does, and elements of a larger one, whose launch takes no time beside it: of parameters, and of
@@ -97,60 +95,6 @@ def with_kernels(program: Program) -> Program:
             compile_together(list(dict.fromkeys(kernels)))
             return done
         unfused |= left
-
-
-def with_numbers(program: Program) -> Program:
-    """The program with numbers in place of tensors on the CPU that are the same in every call: ``x / torch.tensor(8)``.
-
-    A kernel cannot read those.
-    """
-    values = program.values
-    numbers = {name: values[name].item() for name in program.constants if values[name].dim() == 0}
-    parts: list[list[Operation]] = []
-    for part in (program.forward, program.backward):
-        made: list[Operation] = []
-        for operation in part:
-            scalar = SCALARS.get(spelled(operation))
-            if operation.uses and operation.uses <= numbers.keys() and operation.single and not operation.effect:
-                t = values[operation.makes[0]]
-                if t.dim() == 0 and t.device.type == "cpu":
-                    numbers[operation.makes[0]] = t.item()
-            elif scalar is not None and isinstance(operation.args[1], Value) and operation.args[1].name in numbers:
-                x, number = operation.args[:2]
-                if values[x.name].is_floating_point() and values[operation.makes[0]].dtype is values[x.name].dtype:
-                    operation = replace(operation, function=scalar, args=(x, numbers[number.name]))
-            made.append(operation)
-        parts.append(made)
-    needed = [*program.results, *program.kept]
-    return replace(program, forward=alive(parts[0], needed), backward=parts[1])
-
-
-def without_repetitions(program: Program) -> Program:
-    """The program with each value computed once: autocast, for one, casts the input of each of three projections."""
-    values = program.values
-    known: dict[Any, Operation] = {}
-    same: dict[str, str] = {}
-    forward: list[Operation] = []
-    backward: list[Operation] = []
-    there = set(program.kept)  # in the backward
-    for place, given in enumerate(program.operations):
-        in_backward = place >= len(program.forward)
-        operation = given if same.keys().isdisjoint(given.uses) else with_names(given, same)
-        touched = {storage(values[name]) for name in (*given.uses, *filter(None, given.makes))}
-        if not operation.effect and program.writers.keys().isdisjoint(touched):
-            earlier = known.setdefault((operation.function, repr(operation.args), repr(operation.kwargs)), operation)
-            pairs = [(a, b) for a, b in zip(operation.makes, earlier.makes, strict=True) if a]
-            is_there = not in_backward or all(b in there for _, b in pairs)
-            if earlier is not operation and is_there and all(a not in program.results for a, _ in pairs):
-                same |= dict(pairs)
-                continue
-        if in_backward:
-            backward.append(operation)
-            there.update(operation.makes)
-        else:
-            forward.append(operation)
-    wanted = tuple(name and same.get(name, name) for name in program.wanted)
-    return keeping(replace(program, forward=forward, backward=backward, wanted=wanted))
 
 
 def both_ways(program: Program, values: Mapping[str, Tensor]) -> tuple[Program, list[Fusion]]:

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers.patching.fusion.absorption import absorbed
 from fastlayers.patching.fusion.attention import with_given_layouts, with_scales
-from fastlayers.patching.fusion.kernels import with_kernels, with_numbers, without_repetitions
+from fastlayers.patching.fusion.cleaning import with_numbers, without_repetitions
+from fastlayers.patching.fusion.kernels import with_kernels
 from fastlayers.patching.fusion.residual_products import with_residual_products
 from fastlayers.patching.fusion.specialised import specialised
 from fastlayers.patching.fusion.sums_after_norms import with_residuals

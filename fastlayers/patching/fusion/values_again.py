@@ -10,40 +10,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fastlayers.kernels.low_rank import thin_product
-from fastlayers.patching.fusion.absorption import kernel_name
-from fastlayers.patching.fusion.fusable import spelled
-from fastlayers.patching.program.program import Operation, Program, keeping, with_names
+from fastlayers.patching.fusion.fusable import called
+from fastlayers.patching.fusion.matcher import Match, Op, Patterns, Row, new
+from fastlayers.patching.program.program import Operation, Program, with_names
 
 __all__ = ["with_values_again"]
 
 
-def with_values_again(program: Program) -> Program:
-    """The program, whose backward computes such values again instead of keeping them.
+def computed_again(match: Match) -> Sequence[Operation] | None:
+    """An operation of the backward on such values, which are computed just before their first use: they are as large
+    as what would have been kept."""
+    program, names = match.program, dict[str, str]()
+    if not match.in_backward:
+        return None
+    for name in match.root.operands:
+        chain = chain_of(name, program) if name in program.kept and name not in program.results else []
+        if any(program.is_written(each.makes[0]) for each in chain):
+            continue
+        for each in chain:
+            (made,) = each.makes
 
-    ``values`` gains the results.
-    """
-    values = program.values
-    if not program.grads:
-        return program
-    chains = {name: chain_of(name, program) for name in program.kept if name not in program.results}
-    names: dict[str, str] = {}
-    backward: list[Operation] = []
-    for given in program.backward:
-        for name in given.operands:
-            chain = chains.pop(name, [])
-            if any(program.is_written(step.makes[0]) for step in chain):
-                continue
-            for step in chain:  # Just before its first use: it is as large as what would have been kept.
-                (made,) = step.makes
-                if made not in names:
-                    new = f"{made}_again"
-                    backward.append(replace(with_names(step, names), makes=(new,)))
-                    names[made], values[new] = new, values[made]
-        backward.append(with_names(given, names))
-    return keeping(replace(program, backward=backward))
+            def again(operation: Operation = each, made: str = made) -> Operation:
+                return replace(with_names(operation, names), makes=(new(program, program.values[made]),))
+
+            names[made] = match.shared(made, again).name
+    return [with_names(match.root, names)] if names else None
+
+
+with_values_again = Patterns(Row(Op(), computed_again))
 
 
 def chain_of(name: str, program: Program) -> list[Operation]:
@@ -66,10 +64,8 @@ def chain_of(name: str, program: Program) -> list[Operation]:
 
 def is_cheap(operation: Operation, program: Program) -> bool:
     """Whether an operation does little more than write its result."""
-    if kernel_name(operation) == "gated_forward":
-        return True
-    if spelled(operation) != "mm":
-        return False
+    if called(operation) != "mm":
+        return called(operation) == "gated_forward"
     factor = program.makers.get(operation.args[0].name)
     return factor is not None and factor.function is thin_product
 
