@@ -23,7 +23,6 @@ from torch import Tensor
 
 from fastlayers.kernels.affine import Index
 from fastlayers.kernels.generated import FORMULAS, ROWS, SUMS, Kernel, Result, casts, compile_together
-from fastlayers.patching.fusion.absorption import kernel_name
 from fastlayers.patching.fusion.fusable import (
     CASTS,
     FILLED,
@@ -32,6 +31,7 @@ from fastlayers.patching.fusion.fusable import (
     in_new_memory,
     is_dense,
     is_fusable,
+    kernel_name,
     reduced_dims,
     rounded_later,
     spelled,

@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
-from fastlayers.patching.fusion.absorption import kernel_name
-from fastlayers.patching.fusion.fusable import is_fusable, spelled
+from fastlayers.patching.fusion.fusable import is_fusable, kernel_name, spelled
 from fastlayers.patching.program.executors import KEYS, excluding
 from fastlayers.patching.program.program import (
     Operation,

@@ -147,6 +147,9 @@ class Match:
     def __getitem__(self, key: str) -> Operation:
         return self.found[key]
 
+    def is_in_forward(self, operation: Operation) -> bool:
+        return any(operation is other for other in self.program.forward)
+
     def place_of(self, operation: Operation) -> int:
         return next(place for place, other in enumerate(self.program.operations) if other is operation)
 
@@ -157,6 +160,12 @@ class Match:
         """The name of a new value like this one, in memory of its own."""
         with self.program.fake:
             return new(self.program, empty_as(t, dtype))
+
+    def view(self, name: str, like: Tensor, whole: Tensor) -> str:
+        """The name of a new view of a value, which lies in it as one tensor does in another."""
+        t = self.t(name)
+        offset = t.storage_offset() + like.storage_offset() - whole.storage_offset()
+        return new(self.program, t.as_strided(like.shape, like.stride(), offset))
 
     def empty(self, shape: Sequence[int], like: Tensor) -> str:
         """The name of a new, contiguous value of the dtype and on the device of another."""

@@ -15,7 +15,7 @@ from functools import cache
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastlayers.patching.fusion.absorption import absorbed
+from fastlayers.patching.fusion.absorption import absorbed, with_copies
 from fastlayers.patching.fusion.attention import with_given_layouts, with_scales
 from fastlayers.patching.fusion.cleaning import with_numbers, without_repetitions
 from fastlayers.patching.fusion.kernels import with_kernels
@@ -63,7 +63,8 @@ PASSES = (
     Pass("thin_products", with_thin_products, "makes launches of them", ("values_again", "sums_of_products"), cost=1),
     Pass("sums_after_norms", with_residuals, "before kernels absorb the casts around a norm"),
     Pass("absorbed", absorbed, "what it leaves is for generated kernels", ("sums_after_norms", "specialised"), cost=2),
-    Pass("kernels", with_kernels, "of all that has no kernel yet", ("absorbed", "thin_products"), cost=90),
+    Pass("copies", with_copies, "of what kernels absorbed nothing of", ("absorbed",)),
+    Pass("kernels", with_kernels, "of all that has no kernel yet", ("copies", "thin_products"), cost=90),
     Pass("residual_products", with_residual_products, "the last: a product writes over a value", ("kernels",)),
 )
 

@@ -30,8 +30,7 @@ from fastlayers.ops.activations import ACTIVATIONS
 from fastlayers.ops.gather import COLUMNS
 from fastlayers.ops.low_rank import BESIDE, LARGEST_RANK, draws_the_same
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.fusion.absorption import kernel_name
-from fastlayers.patching.fusion.fusable import CASTS, FILLED, in_new_memory, is_dense, is_fusable, spelled
+from fastlayers.patching.fusion.fusable import CASTS, FILLED, in_new_memory, is_dense, is_fusable, kernel_name, spelled
 from fastlayers.patching.fusion.lowering import LOWERINGS
 from fastlayers.patching.program.program import (
     Operation,

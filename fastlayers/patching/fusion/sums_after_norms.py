@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastlayers.ops.batch_norm import RELU
-from fastlayers.patching.fusion.absorption import kernel_name
+from fastlayers.patching.fusion.fusable import kernel_name
 from fastlayers.patching.program.program import Operation, Program, Value, keeping, renamed, storage, written_by
 
 __all__ = ["with_residuals"]
