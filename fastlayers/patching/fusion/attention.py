@@ -160,5 +160,5 @@ def readers_of(program: Program, name: str) -> list[Operation] | None:
     return found if names.isdisjoint((*program.results, *program.wanted)) else None
 
 
-with_given_layouts = Patterns(Row(Op(*ATTENTIONS), without_copies), in_turn=True)
-with_scales = Patterns(Row(Op(*ATTENTIONS), scaled), in_turn=True)
+with_given_layouts = Patterns(Row(Op(*ATTENTIONS), without_copies, "forward"), in_turn=True)
+with_scales = Patterns(Row(Op(*ATTENTIONS), scaled, "forward"), in_turn=True)

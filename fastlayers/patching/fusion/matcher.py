@@ -209,12 +209,12 @@ class Row:
     Attributes:
         pattern: the operation that is replaced, with those around it.
         becomes: what comes in its place; None where a condition does not hold.
-        when: what programs it is for.
+        part: "forward" or "backward", where the operation has to be; empty for either.
     """
 
     pattern: Op
     becomes: Callable[[Match], Edit | Sequence[Operation] | None]
-    when: Callable[[Program], bool] = lambda program: True
+    part: str = ""
 
 
 class Patterns:
@@ -231,8 +231,7 @@ class Patterns:
         self.rows, self.in_turn = rows, in_turn
 
     def __call__(self, program: Program) -> Program:
-        rows = [row for row in self.rows if row.when(program)]
-        found = (in_turn if self.in_turn else at_once)(program, rows)
+        found = (in_turn if self.in_turn else at_once)(program, self.rows)
         return program if found is program else found.settled(found.forward, found.backward)
 
 
@@ -277,7 +276,10 @@ def at_once(program: Program, rows: Sequence[Row]) -> Program:
 def edit_at(program: Program, place: int, rows: Sequence[Row], shared: Shared) -> Edit | None:
     """What the first row that fits an operation makes of it."""
     operation = program.operations[place]
+    part = "forward" if place < len(program.forward) else "backward"
     for row in rows:
+        if row.part not in ("", part):
+            continue
         for found in row.pattern.matches(operation, program):
             edit = row.becomes(Match(program, place, found, shared))
             if edit is not None:

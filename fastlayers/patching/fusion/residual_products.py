@@ -26,7 +26,7 @@ def added_in_place(match: Match) -> Edit | None:
     """What makes the result of a sum in the memory of its first term."""
     program, product, (h, term) = match.program, match["product"], match["sum"].operands
     y, place = match.t(match.out), match.place
-    if y.dtype not in LOW_PRECISION or y.dim() < 2 or match.root.kwargs or match.in_backward:
+    if y.dtype not in LOW_PRECISION or y.dim() < 2 or match.root.kwargs:
         return None
     terms = y, match.t(h), match.t(term)
     if not backends.generates_kernels(y.device) or any(
@@ -91,5 +91,5 @@ def writes(program: Program) -> Iterator[tuple[int, Hashable]]:
 
 #: No pass may follow: it would not expect what a product writes to.
 with_residual_products = Patterns(
-    Row(Op("add.Tensor", key="sum", of=(None, Op("mm", key="product")), commutes=True), added_in_place)
+    Row(Op("add.Tensor", key="sum", of=(None, Op("mm", key="product")), commutes=True), added_in_place, "forward")
 )

@@ -11,16 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastlayers.ops.batch_norm import RELU
-from fastlayers.patching.fusion.fusable import kernel_name
-from fastlayers.patching.program.program import Operation, Program, Value, keeping, renamed, storage, written_by
+from fastlayers.patching.fusion.fusable import called
+from fastlayers.patching.fusion.matcher import Edit, Match, Op, Patterns, Row
+from fastlayers.patching.program.program import Operation, Program, Value, storage, written_by
 
 __all__ = ["with_residuals"]
 
-ADDS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 #: x + y and its ReLU; the second also packs where that was positive into bits, for its backward.
 ADDS_RELU = ("add_relu", "add_relu_train")
 
@@ -64,28 +63,17 @@ NORMS = {
 }
 
 
-def with_residuals(program: Program) -> Program:
-    """The program with such kernels in place of norms and sums."""
-    values = program.values
-    place = 0
-    while place < len(program.forward):
-        joined = with_norm(program, values, place)
-        place += joined is None
-        program = joined or program
-    return program
-
-
-def with_norm(program: Program, values: Mapping[str, Tensor], place: int) -> Program | None:
-    """The program with the norm that makes one term of a sum in its place, and the sum in that; None without a norm."""
-    total = program.forward[place]
-    if not (total.function in ADDS or kernel_name(total) in ADDS_RELU) or total.kwargs or len(total.operands) != 2:
+def joined(match: Match) -> Edit | None:
+    """A norm in the place of the sum that one of its results is a term of."""
+    total = match.root
+    if total.kwargs or len(total.operands) != 2:
         return None
     for y, residual in (total.operands, total.operands[::-1])[: 1 if total.effect else 2]:
-        at = place_of_norm(program, values, place, y)
-        if at is not None and alike([values[name] for name in (y, residual, total.makes[0] or y)]):
-            joined = rewritten(program, values, at, place, y, residual)
-            if joined is not None:
-                return joined
+        norm = norm_of(match, y)
+        if norm is not None and alike([match.t(name) for name in (y, residual, total.makes[0] or y)]):
+            edit = with_residual(match, norm, y, residual)
+            if edit is not None:
+                return edit
     return None
 
 
@@ -94,8 +82,10 @@ def alike(tensors: Sequence[Tensor]) -> bool:
     return len({(t.shape, t.stride(), t.dtype, t.device) for t in tensors}) == 1
 
 
-def place_of_norm(program: Program, values: Mapping[str, Tensor], place: int, name: str) -> int | None:
-    """Where a norm without residual and activation makes this value, which nothing but the sum at a place reads."""
+def norm_of(match: Match, name: str) -> Operation | None:
+    """The norm without residual and activation that makes this value, which nothing but the sum reads, and that may as
+    well come where the sum is."""
+    program, values, total, place = match.program, match.program.values, match.root, match.place
     memory = storage(values[name])
 
     def memories(names: Iterable[str]) -> set[int]:
@@ -105,11 +95,9 @@ def place_of_norm(program: Program, values: Mapping[str, Tensor], place: int, na
         return memory in memories((*operation.uses, *operation.makes))
 
     at = next((i for i in reversed(range(place)) if touches(program.forward[i])), None)
-    if at is None:
-        return None
-    norm, total = program.forward[at], program.forward[place]
-    kind = NORMS.get(kernel_name(norm))
-    if kind is None or len(norm.args) <= max(kind.residual, kind.act, kind.bits or 0):
+    norm = program.forward[at] if at is not None else total
+    kind = NORMS.get(called(norm))
+    if at is None or kind is None or len(norm.args) <= max(kind.residual, kind.act, kind.bits or 0):
         return None
     makes = norm.args[0].name if kind.bits is None else norm.makes[0]
     if makes != name or norm.args[kind.residual] is not None or norm.args[kind.act] != 0:
@@ -122,52 +110,48 @@ def place_of_norm(program: Program, values: Mapping[str, Tensor], place: int, na
     between = program.forward[at + 1 : place]
     read = memories(n for operation in (*between, total) for n in operation.uses if n != name)
     changes = memories(norm.makes) | written_by([norm], values).keys()
-    return at if read.isdisjoint(changes) and memories(norm.uses).isdisjoint(written_by(between, values)) else None
+    moves = read.isdisjoint(changes) and memories(norm.uses).isdisjoint(written_by(between, values))
+    return norm if moves else None
 
 
-def given(operation: Operation, others: Mapping[int, Any]) -> Operation:
-    """The operation with other arguments at these places."""
-    return replace(operation, args=tuple(others.get(i, arg) for i, arg in enumerate(operation.args)))
+def given(operation: Operation, others: Mapping[int, Any], makes: Iterable[str]) -> Operation:
+    """The operation with other arguments at these places, and other results."""
+    args = tuple(others.get(i, arg) for i, arg in enumerate(operation.args))
+    return replace(operation, args=args, makes=tuple(makes))
 
 
-def rewritten(
-    program: Program, values: Mapping[str, Tensor], at: int, place: int, y: str, residual: str
-) -> Program | None:
-    """The program with the norm at a place in the sum's; None if the backward is not one that it has a kernel for."""
-    norm, total = program.forward[at], program.forward[place]
-    kind, has_relu = NORMS[kernel_name(norm)], kernel_name(total) in ADDS_RELU
-    arguments = {kind.residual: Value(residual), kind.act: RELU if has_relu else 0}
-    out, *bits = total.makes
-    makes = norm.makes
+def with_residual(match: Match, norm: Operation, y: str, residual: str) -> Edit | None:
+    """The norm in the sum's place; None if the backward is not one that it has a kernel for."""
+    total, kind = match.root, NORMS[called(norm)]
+    arguments = {kind.residual: Value(residual), kind.act: RELU if called(total) in ADDS_RELU else 0}
+    (out, *bits), makes, steps = total.makes, norm.makes, list[tuple[Operation, Sequence[Operation]]]()
     if bits:
-        backward = with_bits(program, values, norm, kind, bits[0])
+        backward = with_bits(match.program, norm, kind, bits[0])
         if kind.bits is None or backward is None:
             return None
-        program = replace(program, backward=backward)
+        steps += backward
         arguments[kind.bits] = True
         makes = (*makes[:-1], bits[0])
-    forward = list(program.forward)
     if kind.bits is not None:
         makes = (out or y, *makes[1:])
-    forward[place] = replace(given(norm, arguments), makes=makes)
-    del forward[at]
-    program = keeping(replace(program, forward=forward))
-    return renamed(program, {out: y}) if kind.bits is None and out else program
+    names = {out: y} if kind.bits is None and out else {}
+    return Edit([*steps, (norm, ()), (total, [given(norm, arguments, makes)])], names)
 
 
 def with_bits(
-    program: Program, values: Mapping[str, Tensor], of: Operation, kind: Norm, bits: str
-) -> list[Operation] | None:
-    """The backward with the ReLU's in that of the norm, which gives the residual its gradient."""
-    operations, places = program.backward, kind.backward
+    program: Program, of: Operation, kind: Norm, bits: str
+) -> Sequence[tuple[Operation, Sequence[Operation]]] | None:
+    """The backward of the ReLU in that of the norm, which gives the residual its gradient."""
+    operations, places, values = program.backward, kind.backward, program.values
     of_relu = [i for i, operation in enumerate(operations) if bits in operation.uses]
     of_norm = [i for i, operation in enumerate(operations) if of.makes[kind.stats] in operation.uses]
     if places is None or len(of_relu) != 1 or len(of_norm) != 1:
         return None
     (first,), (second,) = of_relu, of_norm
     relu, norm, between = operations[first], operations[second], operations[first:second]
-    if kernel_name(relu) != "relu_backward" or kernel_name(norm) != places.name or norm.args[0] != Value(relu.makes[0]):
+    if called(relu) != "relu_backward" or called(norm) != places.name or norm.args[0] != Value(relu.makes[0]):
         return None
+    # The norm's comes where the ReLU's is.
     d, written = relu.makes[0], written_by(between, values)
     made = {name for operation in between[1:] for name in operation.makes}
     moves = made.isdisjoint(norm.uses) and not any(storage(values[name]) in written for name in norm.uses)
@@ -176,10 +160,8 @@ def with_bits(
     others = {name for i, operation in enumerate(operations) if i != second for name in operation.uses}
     asks = d in others or d in program.wanted
     arguments = {0: relu.args[0], places.bits: Value(bits), places.act: RELU, places.asks: asks}
-    makes = tuple((d if asks else "") if i == places.gradient else made for i, made in enumerate(norm.makes))
-    return [
-        *operations[:first],
-        replace(given(norm, arguments), makes=makes),
-        *between[1:],
-        *operations[second + 1 :],
-    ]
+    makes = ((d if asks else "") if i == places.gradient else name for i, name in enumerate(norm.makes))
+    return [(relu, [given(norm, arguments, makes)]), (norm, ())]
+
+
+with_residuals = Patterns(Row(Op("add.Tensor", "add_.Tensor", *ADDS_RELU), joined, "forward"), in_turn=True)

@@ -25,8 +25,6 @@ def computed_again(match: Match) -> Sequence[Operation] | None:
     """An operation of the backward on such values, which are computed just before their first use: they are as large
     as what would have been kept."""
     program, names = match.program, dict[str, str]()
-    if not match.in_backward:
-        return None
     for name in match.root.operands:
         chain = chain_of(name, program) if name in program.kept and name not in program.results else []
         if any(program.is_written(each.makes[0]) for each in chain):
@@ -41,7 +39,7 @@ def computed_again(match: Match) -> Sequence[Operation] | None:
     return [with_names(match.root, names)] if names else None
 
 
-with_values_again = Patterns(Row(Op(), computed_again))
+with_values_again = Patterns(Row(Op(), computed_again, "backward"))
 
 
 def chain_of(name: str, program: Program) -> list[Operation]:
