@@ -84,7 +84,7 @@ def narrowed(match: Match) -> Sequence[Operation] | None:
     view = program.makers.get(name)
     view = view if view is not None and view.view and len(view.uses) == 1 else None
     cast = program.makers.get(view.args[0].name if view else name)
-    if cast is None or not is_cast(cast, program) or match.is_in_forward(cast) is match.in_backward:
+    if cast is None or not is_cast(cast, program) or not match.is_beside(cast.makes[0]):
         return None
     low, wide, t = cast.args[0], match.t(cast.makes[0]), match.t(name)
     if match.t(low).dtype not in LOW_PRECISION or not wide.dtype is t.dtype is torch.float32:
@@ -106,7 +106,7 @@ def added(match: Match) -> Edit | None:
     like, terms = match.t(match.out), (match.t(other), match.t(total.makes[0]))
     same = all((t.shape, t.dtype, t.stride()) == (like.shape, like.dtype, like.stride()) for t in terms)
     later = {name for operation in program.operations[match.place :] for name in operation.makes}
-    if not same or program.is_written(other) or other in later or match.is_in_forward(total) is match.in_backward:
+    if not same or program.is_written(other) or other in later or not match.is_beside(total.makes[0]):
         return None
     kernel = replace(with_argument(match.root, ADDED, Value(other)), makes=(total.makes[0], *match.root.makes[1:]))
     return Edit([(match.root, [kernel]), (total, ())])

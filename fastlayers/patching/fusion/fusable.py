@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -31,6 +31,7 @@ __all__ = [
     "CASTS",
     "CHOICES",
     "COPIES",
+    "FACTORS",
     "FILLED",
     "FLOATING",
     "LOGICAL",
@@ -38,6 +39,7 @@ __all__ = [
     "WHOLE",
     "argument",
     "called",
+    "factor_of",
     "formula",
     "in_new_memory",
     "is_dense",
@@ -64,6 +66,11 @@ LOGICAL = {
 }  # fmt: skip
 #: Operations that choose between values.
 CHOICES = frozenset({"where.self", "masked_fill.Scalar", "masked_fill.Tensor"})
+#: Operations that multiply by a number, which a product may do as well.
+FACTORS: dict[str, Callable[[float], float]] = {
+    **dict.fromkeys(("mul.Scalar", "mul.Tensor"), lambda number: number),
+    **dict.fromkeys(("div.Scalar", "div.Tensor"), lambda number: 1 / number),
+}
 #: Operations that need more than one element of an operand for an element of their result, which is therefore stored.
 WHOLE = frozenset({*SUMS, *ROWS})
 #: Values that are nowhere stored.
@@ -93,6 +100,15 @@ def name_of(function: Any, namespace: str) -> str:
         return ""
     name = function._schema.name.split("::")[1]
     return name if function._schema.overload_name in ("", "default") else f"{name}.{function._schema.overload_name}"
+
+
+def factor_of(operation: Operation) -> float | None:
+    """The number that an operation multiplies a tensor by; None for 0, by which nothing is divided, and for another
+    operation, such as a square."""
+    factor = FACTORS.get(spelled(operation))
+    if factor is None or len(operation.operands) != 1 or isinstance(operation.args[1], Value) or operation.kwargs:
+        return None
+    return factor(operation.args[1]) if operation.args[1] != 0 else None
 
 
 def argument(operation: Operation, place: int, name: str, default: Any = None) -> Any:

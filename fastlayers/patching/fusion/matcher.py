@@ -147,11 +147,10 @@ class Match:
     def __getitem__(self, key: str) -> Operation:
         return self.found[key]
 
-    def is_in_forward(self, operation: Operation) -> bool:
-        return any(operation is other for other in self.program.forward)
-
-    def place_of(self, operation: Operation) -> int:
-        return next(place for place, other in enumerate(self.program.operations) if other is operation)
+    def is_beside(self, name: str) -> bool:
+        """Whether a value is made in the direction of the root."""
+        place = self.program.places.get(name)
+        return place is not None and (place >= len(self.program.forward)) is self.in_backward
 
     def t(self, value: Value | str) -> Tensor:
         return self.program.values[value if isinstance(value, str) else value.name]
@@ -167,10 +166,20 @@ class Match:
         offset = t.storage_offset() + like.storage_offset() - whole.storage_offset()
         return new(self.program, t.as_strided(like.shape, like.stride(), offset))
 
+    def view_as(self, value: Value, sizes: Sequence[int]) -> str:
+        """The name of a new view of a value in another shape."""
+        return new(self.program, self.t(value).view(*sizes))
+
     def empty(self, shape: Sequence[int], like: Tensor) -> str:
         """The name of a new, contiguous value of the dtype and on the device of another."""
         with self.program.fake:
             return new(self.program, torch.empty([*shape], dtype=like.dtype, device=like.device))
+
+    def launch(self, kernel: Producer, inputs: Iterable[Value]) -> Operation:
+        """A call of a kernel, with a new value for each of its results."""
+        with self.program.fake:
+            makes = [new(self.program, result.empty(kernel.device)) for result in kernel.results]
+        return call(kernel, inputs, makes)
 
     def shared(self, key: Any, make: Callable[[], Operation]) -> Value:
         """The result of an operation that all matches in one direction share, before the first of them."""
@@ -194,9 +203,9 @@ def step(function: Any, *args: Any, makes: str, view: bool = False, **kwargs: An
     return Operation(function, args, kwargs, (makes,), single=True, effect=False, view=view)
 
 
-def call(kernel: Producer, inputs: Iterable[str], makes: Iterable[str]) -> Operation:
+def call(kernel: Producer, inputs: Iterable[Value], makes: Iterable[str]) -> Operation:
     """A call of a kernel that makes its results."""
-    return Operation(kernel, tuple(map(Value, inputs)), {}, tuple(makes), single=False, effect=False)
+    return Operation(kernel, tuple(inputs), {}, tuple(makes), single=False, effect=False)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -210,11 +219,13 @@ class Row:
         pattern: the operation that is replaced, with those around it.
         becomes: what comes in its place; None where a condition does not hold.
         part: "forward" or "backward", where the operation has to be; empty for either.
+        when: what else has to hold, of the machine for one.
     """
 
     pattern: Op
     becomes: Callable[[Match], Edit | Sequence[Operation] | None]
     part: str = ""
+    when: Callable[[Match], bool] = lambda match: True
 
 
 class Patterns:
@@ -267,10 +278,20 @@ def at_once(program: Program, rows: Sequence[Row]) -> Program:
         first[id(program.operations[place])].append(operation)
     known = {id(operation): others for operation, others in steps}
     whole = [
-        (operation, (*first[id(operation)], *known.get(id(operation), (operation,))))
+        (operation, with_shared(first[id(operation)], known.get(id(operation), (operation,))))
         for operation in program.operations if id(operation) in first.keys() | known.keys()
     ]  # fmt: skip
     return applied(program, Edit(whole, names), 0)[0]
+
+
+def with_shared(shared: list[Operation], steps: Sequence[Operation]) -> list[Operation]:
+    """The steps of a match, each after what it reads of the shared operations, which come in their order."""
+    found: list[Operation] = []
+    for each in steps:
+        count = max((i + 1 for i, other in enumerate(shared) if other.makes[0] in each.uses), default=0)
+        found += [*shared[:count], each]
+        shared = shared[count:]
+    return [*shared, *found]
 
 
 def edit_at(program: Program, place: int, rows: Sequence[Row], shared: Shared) -> Edit | None:
@@ -281,7 +302,8 @@ def edit_at(program: Program, place: int, rows: Sequence[Row], shared: Shared) -
         if row.part not in ("", part):
             continue
         for found in row.pattern.matches(operation, program):
-            edit = row.becomes(Match(program, place, found, shared))
+            match = Match(program, place, found, shared)
+            edit = row.becomes(match) if row.when(match) else None
             if edit is not None:
                 return edit if isinstance(edit, Edit) else Edit([(operation, edit)])
     return None

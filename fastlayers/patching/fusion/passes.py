@@ -20,7 +20,7 @@ from fastlayers.patching.fusion.attention import with_given_layouts, with_scales
 from fastlayers.patching.fusion.cleaning import with_numbers, without_repetitions
 from fastlayers.patching.fusion.kernels import with_kernels
 from fastlayers.patching.fusion.residual_products import with_residual_products
-from fastlayers.patching.fusion.specialised import specialised
+from fastlayers.patching.fusion.specialised import specialised, with_masks_alone
 from fastlayers.patching.fusion.sums_after_norms import with_residuals
 from fastlayers.patching.fusion.sums_of_products import with_sums_of_products
 from fastlayers.patching.fusion.thin_products import with_thin_products
@@ -58,6 +58,7 @@ PASSES = (
     Pass("attention_layouts", with_given_layouts, "copies before attention would hide the factors"),
     Pass("attention_scales", with_scales, "before products take the factors", ("attention_layouts",)),
     Pass("specialised", specialised, "before sums hide the products of casts", ("attention_scales",), cost=3),
+    Pass("masks_alone", with_masks_alone, "of dropouts that products no longer read", ("specialised",)),
     Pass("sums_of_products", with_sums_of_products, "of the products that are left", ("specialised",), cost=1),
     Pass("values_again", with_values_again, "knows thin products by their function", ("specialised",)),
     Pass("thin_products", with_thin_products, "makes launches of them", ("values_again", "sums_of_products"), cost=1),

@@ -37,7 +37,7 @@ def added_in_place(match: Match) -> Edit | None:
     if not chain or not is_last_use(match, h):
         return None
     given = {memory(name, program) for name in product.operands}
-    start = match.place_of(product)
+    start = program.places[product.makes[0]]
     if memory(h, program) in given or any(start < i < place and own in given for i, own in writes(program)):
         return None
     if y.dim() == 2:
