@@ -23,7 +23,7 @@ from fastlayers.patching.fusion.residual_products import with_residual_products
 from fastlayers.patching.fusion.specialised import specialised, with_masks_alone
 from fastlayers.patching.fusion.sums_after_norms import with_residuals
 from fastlayers.patching.fusion.sums_of_products import with_sums_of_products
-from fastlayers.patching.fusion.thin_products import with_thin_products
+from fastlayers.patching.fusion.thin_products import with_launches, with_thin_products
 from fastlayers.patching.fusion.values_again import with_values_again
 from fastlayers.patching.program import lint
 from fastlayers.patching.program.program import Program
@@ -61,11 +61,12 @@ PASSES = (
     Pass("masks_alone", with_masks_alone, "of dropouts that products no longer read", ("specialised",)),
     Pass("sums_of_products", with_sums_of_products, "of the products that are left", ("specialised",), cost=1),
     Pass("values_again", with_values_again, "knows thin products by their function", ("specialised",)),
-    Pass("thin_products", with_thin_products, "makes launches of them", ("values_again", "sums_of_products"), cost=1),
+    Pass("thin_products", with_thin_products, "of those that are left", ("sums_of_products",), cost=1),
+    Pass("launches", with_launches, "of thin products, by which others know them", ("thin_products", "values_again")),
     Pass("sums_after_norms", with_residuals, "before kernels absorb the casts around a norm"),
     Pass("absorbed", absorbed, "what it leaves is for generated kernels", ("sums_after_norms", "specialised"), cost=2),
     Pass("copies", with_copies, "of what kernels absorbed nothing of", ("absorbed",)),
-    Pass("kernels", with_kernels, "of all that has no kernel yet", ("copies", "thin_products"), cost=90),
+    Pass("kernels", with_kernels, "of all that has no kernel yet", ("copies", "launches"), cost=90),
     Pass("residual_products", with_residual_products, "the last: a product writes over a value", ("kernels",)),
 )
 
