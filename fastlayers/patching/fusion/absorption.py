@@ -13,27 +13,20 @@ from dataclasses import replace
 import torch
 
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.fusion.fusable import CASTS, called, is_dense, is_fusable
+from fastlayers.patching.fusion.fusable import CASTS, argument, called, is_dense, is_fusable, with_arguments
 from fastlayers.patching.fusion.matcher import Edit, Match, Op, Patterns, Row, new, step
 from fastlayers.patching.program.program import Operation, Program, Value, is_followed, with_names
 
 __all__ = ["absorbed", "with_copies"]
 
-#: Kernels that round their first, float32 result to another dtype: the place of the argument that says which.
-ROUNDS = {"layer_norm_forward": 6, "add_layer_norm_forward": 7}
 #: Operations that give the elements of their only operand other places, in any dtype.
 MOVES_ONE = frozenset({"clone", "contiguous", "roll", "constant_pad_nd"})
 #: Kernels that have their operands in contiguous memory.
 CONTIGUOUS = ("layer_norm_forward", "layer_norm_backward", "mlp_autocast_backward", "linear_autocast_backward")
 CLONE = torch.ops.aten.clone.default
 AS_STRIDED = torch.ops.aten.as_strided.default
-#: The backward of a norm: its argument that is added to its first result, the one that says in which dtype of 16 bits
-#: it writes that as well, and the place of this among its results.
-ADDED, REPEATED, REPEAT = 1, 9, 3
-
-
-def with_argument(operation: Operation, place: int, value: object) -> Operation:
-    return replace(operation, args=(*operation.args[:place], value, *operation.args[place + 1 :]))
+#: Where the backward of a norm has its first result in 16 bits.
+NARROW = 3
 
 
 def is_cast(operation: Operation, program: Program) -> bool:
@@ -47,8 +40,8 @@ def is_cast(operation: Operation, program: Program) -> bool:
 def rounded(match: Match) -> Edit | None:
     """A norm that rounds its result if all that reads it are casts to one dtype of 16 bits: of it, of views, or of what
     only moves its elements."""
-    program, argument = match.program, ROUNDS[called(match.root)]
-    if match.root.args[argument] is not torch.float32 or not match.out:
+    program = match.program
+    if argument(match.root, "dtype") is not torch.float32 or not match.out:
         return None
     wide = {match.out: match.out}  # Values of float32, with those of whose memory they are views.
     casts: dict[str, Operation] = {}
@@ -75,7 +68,7 @@ def rounded(match: Match) -> Edit | None:
         own = name == base
         narrow[name] = match.new(t, dtype) if own else match.view(narrow[base], t, match.t(base))
     names = narrow | {name: narrow[cast.operands[0]] for name, cast in casts.items()}
-    return Edit([(match.root, [with_argument(match.root, argument, dtype)]), *((o, ()) for o in casts.values())], names)
+    return Edit([(match.root, [with_arguments(match.root, dtype=dtype)]), *((o, ()) for o in casts.values())], names)
 
 
 def narrowed(match: Match) -> Sequence[Operation] | None:
@@ -90,17 +83,17 @@ def narrowed(match: Match) -> Sequence[Operation] | None:
     if match.t(low).dtype not in LOW_PRECISION or not wide.dtype is t.dtype is torch.float32:
         return None
     if view is None:
-        return [with_argument(match.root, 0, low)]
+        return [with_arguments(match.root, dy=low)]
     if called(view) == "as_strided":  # Its offset is one in the memory of the cast.
         return None
     made = match.view(low.name, t, wide)
-    return [replace(view, args=(low, *view.args[1:]), makes=(made,)), with_argument(match.root, 0, Value(made))]
+    return [replace(view, args=(low, *view.args[1:]), makes=(made,)), with_arguments(match.root, dy=Value(made))]
 
 
 def added(match: Match) -> Edit | None:
     """The backward of a norm that adds to its first result what is added to it later, if nothing else reads it."""
     total, program = match["sum"], match.program
-    if match.root.args[ADDED] is not None or total.kwargs or len(total.operands) != 2:
+    if argument(match.root, "dsum") is not None or total.kwargs or len(total.operands) != 2:
         return None
     (other,) = (name for name in total.operands if name != match.out)
     like, terms = match.t(match.out), (match.t(other), match.t(total.makes[0]))
@@ -108,7 +101,7 @@ def added(match: Match) -> Edit | None:
     later = {name for operation in program.operations[match.place :] for name in operation.makes}
     if not same or program.is_written(other) or other in later or not match.is_beside(total.makes[0]):
         return None
-    kernel = replace(with_argument(match.root, ADDED, Value(other)), makes=(total.makes[0], *match.root.makes[1:]))
+    kernel = with_arguments(match.root, (total.makes[0], *match.root.makes[1:]), dsum=Value(other))
     return Edit([(match.root, [kernel]), (total, ())])
 
 
@@ -116,9 +109,9 @@ def repeated(match: Match) -> Edit | None:
     """The backward of a norm that writes what a cast makes of its first result, or of a view of that, for something
     that is not fused with the cast."""
     program, kernel = match.program, match.root
-    if not match.out or match.t(match.out).dtype is not torch.float32 or program.is_written(match.out):
+    if not match.out or match.t(match.out).dtype is not torch.float32 or argument(kernel, "narrow") is not None:
         return None
-    if any(arg is not None for arg in kernel.args[REPEATED:]):
+    if program.is_written(match.out):
         return None
     wide, end = match.t(match.out), None if match.in_backward else len(program.forward)
     for cast in program.operations[match.place + 1 : end]:
@@ -134,9 +127,8 @@ def repeated(match: Match) -> Edit | None:
             low = new(program, own.as_strided(wide.shape, wide.stride()))
             args = Value(low), tuple(source.shape), source.stride(), source.storage_offset()
             steps = [step(AS_STRIDED, *args, makes=cast.makes[0], view=True)]
-        args = (*kernel.args, *(None for _ in range(REPEATED - len(kernel.args))), own.dtype)
-        makes = (*kernel.makes[:REPEAT], low, *kernel.makes[REPEAT + 1 :])
-        return Edit([(kernel, [replace(kernel, args=args, makes=makes)]), (cast, steps)])
+        makes = (*kernel.makes[:NARROW], low, *kernel.makes[NARROW + 1 :])
+        return Edit([(kernel, [with_arguments(kernel, makes, narrow=own.dtype)]), (cast, steps)])
     return None
 
 
@@ -152,16 +144,16 @@ def is_read_whole(cast: Operation, program: Program) -> bool:
 def summed(match: Match) -> Edit | None:
     """The gradient of an activation that is summed by its own kernel, for the bias of the linear layer before it."""
     program, kernel = match.program, match.root
-    if not match.out or kernel.args[2] is not None or kernel.args[6]:
+    if not match.out or argument(kernel, "bias") is not None or argument(kernel, "dbias"):
         return None
     for layer in program.operations:
         if called(layer) != "linear_autocast_backward" or program.base(layer.args[0].name) != match.out:
             continue
         dy, (*others, dbias) = match.t(layer.args[0]), layer.makes
         if dbias and dy.shape[-1] == match.t(match.out).shape[-1]:
-            without = replace(with_argument(layer, 5, False), makes=(*others, ""))
-            args = (*kernel.args[:6], True, match.t(dbias).dtype)
-            return Edit([(layer, [without]), (kernel, [replace(kernel, args=args, makes=(match.out, dbias))])])
+            without = with_arguments(layer, (*others, ""), dbias=False)
+            joined = with_arguments(kernel, (match.out, dbias), dbias=True, dtype=match.t(dbias).dtype)
+            return Edit([(layer, [without]), (kernel, [joined])])
     return None
 
 
@@ -183,7 +175,7 @@ def copied(match: Match) -> Sequence[Operation] | None:
 
 
 absorbed = Patterns(
-    Row(Op(*ROUNDS), rounded),
+    Row(Op("layer_norm_forward", "add_layer_norm_forward"), rounded),
     Row(Op("layer_norm_backward"), narrowed),
     Row(Op("layer_norm_backward", read_by=Op("add.Tensor", key="sum")), added),
     Row(Op("bias_act_backward"), summed),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -49,6 +50,7 @@ __all__ = [
     "rounded_later",
     "row_dim",
     "spelled",
+    "with_arguments",
 ]
 
 FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -111,8 +113,25 @@ def factor_of(operation: Operation) -> float | None:
     return factor(operation.args[1]) if operation.args[1] != 0 else None
 
 
-def argument(operation: Operation, place: int, name: str, default: Any = None) -> Any:
-    return operation.args[place] if len(operation.args) > place else operation.kwargs.get(name, default)
+@lru_cache(maxsize=1024)
+def places_of(function: OpOverload) -> dict[str, int]:
+    """Where the arguments of an operation stand, by the names that its schema has for them."""
+    return {declared.name: place for place, declared in enumerate(function._schema.arguments)}
+
+
+def argument(operation: Operation, name: str, default: Any = None) -> Any:
+    """What an operation is given for an argument of this name."""
+    place = places_of(operation.function).get(name, len(operation.args))  # type: ignore[arg-type]
+    return operation.args[place] if place < len(operation.args) else operation.kwargs.get(name, default)
+
+
+def with_arguments(operation: Operation, makes: Iterable[str] | None = None, /, **given: Any) -> Operation:
+    """The operation with other arguments of these names, and with other results."""
+    places = places_of(operation.function)  # type: ignore[arg-type]
+    args = [*operation.args, *(None for _ in range(1 + max(places[name] for name in given) - len(operation.args)))]
+    for name, value in given.items():
+        args[places[name]] = value
+    return replace(operation, args=tuple(args), makes=operation.makes if makes is None else tuple(makes))
 
 
 def is_dense(t: Tensor) -> bool:
@@ -142,7 +161,7 @@ def is_fusable(operation: Operation, values: Mapping[str, Tensor]) -> bool:
     if name in FILLED or name in ("full", "scalar_tensor"):
         return floating or out.dtype is torch.bool
     if name == "gather":
-        return floating and given[1].dtype is torch.int64 and not argument(operation, 3, "sparse_grad", False)
+        return floating and given[1].dtype is torch.int64 and not argument(operation, "sparse_grad", False)
     if name in LOGICAL:
         return all(t.dtype is torch.bool for t in given)
     if name in CHOICES:
@@ -196,9 +215,7 @@ def is_second(operation: Operation, place: int) -> bool:
 
 
 def is_plain_sum(operation: Operation, x: Tensor) -> bool:
-    if spelled(operation) != "linalg_vector_norm":
-        return argument(operation, 1, "dim") is not None
-    return argument(operation, 1, "ord", 2) == 2 and argument(operation, 2, "dim") is not None
+    return argument(operation, "ord", 2) == 2 and argument(operation, "dim") is not None
 
 
 def has_short_rows(operation: Operation, out: Tensor, given: Sequence[Tensor]) -> bool:
@@ -215,12 +232,12 @@ def has_short_rows(operation: Operation, out: Tensor, given: Sequence[Tensor]) -
 
 
 def row_dim(operation: Operation, out: Tensor) -> int:
-    """The dimension along which an operation of ROWS runs: the argument after its operands."""
-    return int(argument(operation, len(operation.operands), "dim")) % out.dim()
+    """The dimension along which an operation of ROWS runs."""
+    return int(argument(operation, "dim")) % out.dim()
 
 
 def reduced_dims(operation: Operation, x: Tensor) -> tuple[int, ...]:
-    dims = argument(operation, *((2, "dim") if spelled(operation) == "linalg_vector_norm" else (1, "dim")))
+    dims = argument(operation, "dim")
     if isinstance(dims, int):
         dims = [dims]
     return tuple(sorted({d % x.dim() for d in dims})) if dims else tuple(range(x.dim()))
