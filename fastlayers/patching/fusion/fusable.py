@@ -19,14 +19,13 @@ from fastlayers.kernels.generated import (
     INTERPRETED,
     LONGEST_ROW,
     NAMES,
-    ROUNDED,
     ROWS,
     SUMS,
     TESTS,
     accumulator_of,
     number,
 )
-from fastlayers.patching.program.program import Operation, Value, is_followed, map_values
+from fastlayers.patching.program.program import Operation, Value, map_values
 
 __all__ = [
     "CASTS",
@@ -47,7 +46,6 @@ __all__ = [
     "is_fusable",
     "kernel_name",
     "reduced_dims",
-    "rounded_later",
     "row_dim",
     "spelled",
     "with_arguments",
@@ -241,21 +239,3 @@ def reduced_dims(operation: Operation, x: Tensor) -> tuple[int, ...]:
     if isinstance(dims, int):
         dims = [dims]
     return tuple(sorted({d % x.dim() for d in dims})) if dims else tuple(range(x.dim()))
-
-
-def rounded_later(
-    operations: Sequence[Operation], values: Mapping[str, Tensor], needed: Iterable[str | None]
-) -> frozenset[str]:
-    """The values of which only what is rounded to 16 bits is seen: by casts, or by results of formulas."""
-    seen_whole = set(needed)
-    found: set[str] = set()
-    for operation in reversed(operations):
-        made = [name for name in operation.makes if name]
-        found.update(name for name in made if name not in seen_whole)
-        rounds = all(values[name].dtype in ROUNDED or name in found for name in made)
-        pointwise = is_followed(operation, values) or (
-            is_fusable(operation, values) and spelled(operation) not in WHOLE
-        )
-        if not (rounds and pointwise):
-            seen_whole |= operation.uses
-    return frozenset(found - seen_whole)

@@ -28,14 +28,7 @@ from fastlayers.ops.activations import ACTIVATIONS
 from fastlayers.ops.gather import COLUMNS
 from fastlayers.ops.low_rank import draws_the_same
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.fusion.fusable import (
-    CASTS,
-    FILLED,
-    called,
-    in_new_memory,
-    is_dense,
-    is_fusable,
-)
+from fastlayers.patching.fusion.fusable import CASTS, FILLED, called, in_new_memory, is_dense, is_fusable
 from fastlayers.patching.fusion.lowering import LOWERINGS
 from fastlayers.patching.fusion.matcher import Match, Op, Patterns, Row, step
 from fastlayers.patching.fusion.narrow import mask_alone, product_of_a_multiple, product_of_casts, round_trip, thin
