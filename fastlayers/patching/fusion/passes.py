@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -28,7 +30,7 @@ from fastlayers.patching.fusion.values_again import with_values_again
 from fastlayers.patching.program import lint
 from fastlayers.patching.program.program import Program
 
-__all__ = ["PASSES", "Pass", "fused"]
+__all__ = ["PASSES", "Pass", "enabled", "fused", "prepared", "watched"]
 
 logger = logging.getLogger("fastlayers")
 
@@ -71,6 +73,29 @@ PASSES = (
 )
 
 
+_watcher: ContextVar[Callable[[Program], object] | None] = ContextVar("_watcher", default=None)
+
+
+@contextmanager
+def watched(see: Callable[[Program], object]) -> Iterator[None]:
+    """Show each program that is to be rewritten, with the values of its recording."""
+    token = _watcher.set(see)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def prepared(program: Program) -> Program:
+    """The program with what passes need to make values."""
+    return replace(program, fake=FakeTensorMode())
+
+
+def enabled() -> list[Pass]:
+    """The passes that are not switched off."""
+    return [each for each in PASSES if each.name not in switched_off()]
+
+
 def fused(program: Program, failed: Callable[[str, Exception], object] | None = None) -> Program:
     """A program that computes the same with fewer passes over memory.
 
@@ -78,10 +103,11 @@ def fused(program: Program, failed: Callable[[str, Exception], object] | None = 
         program: as it was recorded.
         failed: called with what failed and its error; the program of the last pass that did not is returned then.
     """
-    program = replace(program, fake=FakeTensorMode())
-    for each in PASSES:
-        if each.name in switched_off():
-            continue
+    see = _watcher.get()
+    if see is not None:
+        see(program)
+    program = prepared(program)
+    for each in enabled():
         begin = time.perf_counter()
         try:
             found = each.run(program)

@@ -64,6 +64,7 @@ class Operation:
         single: whether the call returns its only result, not a tuple of them.
         effect: whether the call matters even if no result is used.
         view: whether the result is in the memory of an argument.
+        source: the line of the user's code that it comes from, where the tape was asked to note it.
         operands: the names of the values among the arguments, in their order.
         uses: the same, each once.
     """
@@ -75,6 +76,7 @@ class Operation:
     single: bool
     effect: bool
     view: bool = False
+    source: str = ""
     operands: tuple[str, ...] = field(init=False)
     uses: frozenset[str] = field(init=False)
 

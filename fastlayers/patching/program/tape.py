@@ -11,7 +11,15 @@ at the same address with the same geometry is the same value, also when autograd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import linecache
+import os
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -23,7 +31,7 @@ from fastlayers.ops.dispatch import Mode
 from fastlayers.patching.program.program import STATISTICS, Operation, Program, Value, alive, is_kernel, storage
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["Tape", "communicates", "written_arguments"]
+__all__ = ["Tape", "communicates", "noting_sources", "written_arguments"]
 
 #: What tells a value from others while all are alive: memory, dtype and geometry.
 Key: TypeAlias = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
@@ -66,6 +74,45 @@ aten = torch.ops.aten
 NEW = {aten.new_empty.default: aten.empty.memory_format, aten.new_zeros.default: aten.zeros.default}
 
 
+#: Whether tapes note which line of the user's code an operation comes from.
+_notes_sources = ContextVar("_notes_sources", default=False)
+#: Where no user's code is.
+LIBRARIES = (os.path.dirname(torch.__file__), str(Path(__file__).parents[2]))
+
+
+@contextmanager
+def noting_sources() -> Iterator[None]:
+    """Let tapes that are made inside note the lines of the user's code. Those of a backward are of the forward, as
+    torch's anomaly mode knows them."""
+    token = _notes_sources.set(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # It warns of what it costs.
+            notes = torch.autograd.detect_anomaly(check_nan=False)
+        with notes:
+            yield
+    finally:
+        _notes_sources.reset(token)
+
+
+def user_line() -> str:
+    """The innermost line outside of torch and fastlayers that the operation which runs comes from. Generated code is
+    shown with what calls it."""
+    node: Any = torch._C._current_autograd_node()
+    if node is None:
+        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
+    else:
+        text = "".join(node.metadata.get("traceback_", ()))
+        frames = [(file, int(line)) for file, line in re.findall(r'File "(.*)", line (\d+)', text)][::-1]
+    found: list[str] = []
+    for file, line in frames:
+        if not file.startswith(LIBRARIES):
+            found.append(f"{os.path.basename(file)}:{line}: {linecache.getline(file, line).strip()}")
+            if not file.startswith("<"):
+                break
+    return ", called at ".join(found)
+
+
 class Tape(Mode):
     """Records operations while it is active.
 
@@ -76,6 +123,7 @@ class Tape(Mode):
 
     def __init__(self, inputs: Sequence[Tensor], state: Iterable[Tensor]) -> None:
         super().__init__()
+        self._line = user_line if _notes_sources.get() else str
         self.operations: list[Operation] = []
         self.written: list[Tensor] = []
         self._names: dict[Key, str] = {}
@@ -245,7 +293,7 @@ class Tape(Mode):
             else:
                 makes.append("")
         if effect or any(makes):
-            self.operations.append(Operation(function, args, kwargs, tuple(makes), single, effect, view))
+            self.operations.append(Operation(function, args, kwargs, tuple(makes), single, effect, view, self._line()))
 
     def size(self, split: int) -> int:
         """The number of operations of torch that the first operations stand for, without views."""
