@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.fusion.fusable import CASTS, argument, called, is_dense, is_fusable, with_arguments
+from fastlayers.patching.fusion.fusable import CASTS, is_dense, is_fusable
 from fastlayers.patching.fusion.matcher import Edit, Match, Op, Patterns, Row, new, step
+from fastlayers.patching.program.operators import argument, called, with_arguments
 from fastlayers.patching.program.program import Operation, Program, Value, is_followed, with_names
 
 __all__ = ["absorbed", "with_copies"]
@@ -167,7 +168,7 @@ def copied(match: Match) -> Sequence[Operation] | None:
             continue
 
         def copy(name: str = name) -> Operation:
-            made = match.empty(match.t(name).shape, match.t(name))
+            made = match.empty(match.t(name))
             return step(CLONE, Value(name), makes=made, memory_format=torch.contiguous_format)
 
         names[name] = match.shared(name, copy).name

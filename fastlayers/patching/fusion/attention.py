@@ -15,9 +15,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fastlayers.patching.fusion.fusable import called, factor_of, is_dense
+from fastlayers.patching.fusion.fusable import factor_of, is_dense
 from fastlayers.patching.fusion.matcher import Edit, Match, Op, Patterns, Row, new, step
 from fastlayers.patching.program.executors import KEYS, excluding
+from fastlayers.patching.program.operators import called
 from fastlayers.patching.program.program import (
     Operation,
     Program,

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fastlayers.patching.fusion.fusable import called
 from fastlayers.patching.fusion.matcher import Match, Op, Patterns, Row
+from fastlayers.patching.program.operators import called
 from fastlayers.patching.program.program import Operation, Program, Value, keeping, storage, with_names
 
 __all__ = ["with_numbers", "without_repetitions"]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
-from types import FunctionType
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +21,7 @@ from fastlayers.kernels.generated import (
     accumulator_of,
     number,
 )
+from fastlayers.patching.program.operators import argument, spelled
 from fastlayers.patching.program.program import Operation, Value, map_values
 
 __all__ = [
@@ -37,18 +34,13 @@ __all__ = [
     "LOGICAL",
     "MOVES",
     "WHOLE",
-    "argument",
-    "called",
     "factor_of",
     "formula",
     "in_new_memory",
     "is_dense",
     "is_fusable",
-    "kernel_name",
     "reduced_dims",
     "row_dim",
-    "spelled",
-    "with_arguments",
 ]
 
 FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -77,31 +69,6 @@ WHOLE = frozenset({*SUMS, *ROWS})
 FILLED = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
 
 
-def spelled(operation: Operation) -> str:
-    """The name of an operation of torch, without that of its only overload; empty for one of another kind."""
-    return name_of(operation.function, "aten")
-
-
-def kernel_name(operation: Operation) -> str:
-    """The name of a kernel of csrc; empty for another operation."""
-    return name_of(operation.function, "fastlayers")
-
-
-def called(operation: Operation) -> str:
-    """The name of an operation of torch, of a kernel of csrc or of a function; empty for a launch."""
-    if isinstance(operation.function, FunctionType):
-        return operation.function.__name__
-    return spelled(operation) or kernel_name(operation)
-
-
-@lru_cache(maxsize=1024)
-def name_of(function: Any, namespace: str) -> str:
-    if not isinstance(function, OpOverload) or function.namespace != namespace:
-        return ""
-    name = function._schema.name.split("::")[1]
-    return name if function._schema.overload_name in ("", "default") else f"{name}.{function._schema.overload_name}"
-
-
 def factor_of(operation: Operation) -> float | None:
     """The number that an operation multiplies a tensor by; None for 0, by which nothing is divided, and for another
     operation, such as a square."""
@@ -109,27 +76,6 @@ def factor_of(operation: Operation) -> float | None:
     if factor is None or len(operation.operands) != 1 or isinstance(operation.args[1], Value) or operation.kwargs:
         return None
     return factor(operation.args[1]) if operation.args[1] != 0 else None
-
-
-@lru_cache(maxsize=1024)
-def places_of(function: OpOverload) -> dict[str, int]:
-    """Where the arguments of an operation stand, by the names that its schema has for them."""
-    return {declared.name: place for place, declared in enumerate(function._schema.arguments)}
-
-
-def argument(operation: Operation, name: str, default: Any = None) -> Any:
-    """What an operation is given for an argument of this name."""
-    place = places_of(operation.function).get(name, len(operation.args))  # type: ignore[arg-type]
-    return operation.args[place] if place < len(operation.args) else operation.kwargs.get(name, default)
-
-
-def with_arguments(operation: Operation, makes: Iterable[str] | None = None, /, **given: Any) -> Operation:
-    """The operation with other arguments of these names, and with other results."""
-    places = places_of(operation.function)  # type: ignore[arg-type]
-    args = [*operation.args, *(None for _ in range(1 + max(places[name] for name in given) - len(operation.args)))]
-    for name, value in given.items():
-        args[places[name]] = value
-    return replace(operation, args=tuple(args), makes=operation.makes if makes is None else tuple(makes))
 
 
 def is_dense(t: Tensor) -> bool:

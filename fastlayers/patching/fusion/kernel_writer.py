@@ -35,12 +35,11 @@ from fastlayers.patching.fusion.fusable import (
     LOGICAL,
     MOVES,
     WHOLE,
-    argument,
     formula,
     reduced_dims,
     row_dim,
-    spelled,
 )
+from fastlayers.patching.program.operators import argument, spelled
 from fastlayers.patching.program.program import Operation, Value, map_values
 
 __all__ = ["KernelWriter", "NotFusableError", "row_length"]

@@ -16,10 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from fastlayers.kernels.generated import ROUNDED, Kernel, compile_together
-from fastlayers.patching.fusion.fusable import WHOLE, in_new_memory, is_dense, is_fusable, kernel_name, spelled
+from fastlayers.patching.fusion.fusable import WHOLE, in_new_memory, is_dense, is_fusable
 from fastlayers.patching.fusion.lowering import IN_PLACE, lowered
 from fastlayers.patching.fusion.recomputed import Recomputed
 from fastlayers.patching.fusion.schedule import Fusion
+from fastlayers.patching.program.operators import kernel_name, spelled
 from fastlayers.patching.program.program import (
     Operation,
     Program,
@@ -39,12 +40,12 @@ def with_kernels(program: Program) -> Program:
 
     ``values`` gains what these make, and another name for a value after it was written in place.
     """
-    values, fake = program.values, program.fake
+    values = program.values
     unfused: set[int] = set()
     refused: frozenset[str] = frozenset()
     while True:
         attempt, functional = functionalized(program, values, unfused)
-        in_torch, origins = lowered(attempt, values, refused, fake)
+        in_torch, origins = lowered(attempt, refused)
         done, fusions = both_ways(in_torch, values)
         alone = refused.union(*(fusion.alone(origins) for fusion in fusions))
         if alone != refused:

@@ -5,26 +5,27 @@ A pass of patterns is a tuple of rows. A row has a pattern, an :class:`Op`, and 
 well, or None where its condition does not hold::
 
     def copied(match):
-        return [match.step(CLONE, match.root.args[1], makes=match.out)]
+        return [step(torch.ops.aten.clone.default, match.root.args[1], makes=match.out)]
 
-    without_identities = Patterns((Row(Op("mm", of=(Op("eye"),)), copied),))
+    without_identities = Patterns(Row(Op("mm", of=(Op("eye"),)), copied))
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fastlayers.kernels.launch import Producer
-from fastlayers.patching.fusion.fusable import called
+from fastlayers.patching.program.operators import called
 from fastlayers.patching.program.program import Operation, Program, Value, empty_as, renamed
 
-__all__ = ["Edit", "Match", "Op", "Patterns", "Row", "call", "new", "only_reader", "step"]
+__all__ = ["Edit", "Match", "Op", "Patterns", "Row", "call", "new", "only_reader", "step", "views_of"]
 
 
 class Op:
@@ -80,10 +81,16 @@ def made_by(patterns: Sequence[Op | None], operands: Sequence[str], program: Pro
 
 def maker_of(name: str, program: Program) -> Operation | None:
     """The operation that makes a value, or what that is a view of."""
-    maker = program.makers.get(name)
-    while maker is not None and maker.view:
-        maker = program.makers.get(maker.args[0].name)
-    return maker
+    return program.makers.get(views_of(name, program)[1])
+
+
+def views_of(name: str, program: Program, until: Container[str] = ()) -> tuple[list[Operation], str]:
+    """The views that make a value of another one, in their order, and that one, or the first one of these."""
+    views: list[Operation] = []
+    while name not in until and (maker := program.makers.get(name)) is not None and maker.view:
+        views.insert(0, maker)
+        name = maker.args[0].name
+    return views, name
 
 
 def only_reader(program: Program, name: str) -> Operation | None:
@@ -166,14 +173,12 @@ class Match:
         offset = t.storage_offset() + like.storage_offset() - whole.storage_offset()
         return new(self.program, t.as_strided(like.shape, like.stride(), offset))
 
-    def view_as(self, value: Value, sizes: Sequence[int]) -> str:
-        """The name of a new view of a value in another shape."""
-        return new(self.program, self.t(value).view(*sizes))
-
-    def empty(self, shape: Sequence[int], like: Tensor) -> str:
-        """The name of a new, contiguous value of the dtype and on the device of another."""
+    def empty(self, like: Tensor, shape: Sequence[int] | None = None) -> str:
+        """The name of a new, contiguous value of another one's dtype and device."""
         with self.program.fake:
-            return new(self.program, torch.empty([*shape], dtype=like.dtype, device=like.device))
+            return new(
+                self.program, torch.empty(like.shape if shape is None else shape, dtype=like.dtype, device=like.device)
+            )
 
     def launch(self, kernel: Producer, inputs: Iterable[Value]) -> Operation:
         """A call of a kernel, with a new value for each of its results."""
@@ -258,30 +263,23 @@ def in_turn(program: Program, rows: Sequence[Row]) -> Program:
 
 
 def at_once(program: Program, rows: Sequence[Row]) -> Program:
-    done: set[int] = set()
-    shared: Shared = {}
-    steps: list[tuple[Operation, Sequence[Operation]]] = []
+    steps: dict[int, tuple[Operation, Sequence[Operation]]] = {}
     names: dict[str, str] = {}
+    shared: Shared = {}
     for place in reversed(range(len(program.operations))):
-        if id(program.operations[place]) in done:
-            continue
-        edit = edit_at(program, place, rows, shared)
-        own = {id(operation) for operation, _ in edit.steps} if edit else set()
-        if edit is not None and done.isdisjoint(own):
-            done |= own
-            steps += edit.steps
+        edit = edit_at(program, place, rows, shared) if id(program.operations[place]) not in steps else None
+        own = {id(pair[0]): pair for pair in edit.steps} if edit is not None else {}
+        if edit is not None and steps.keys().isdisjoint(own):
+            steps |= own
             names |= edit.names
-    if not steps:
-        return program
     first = defaultdict[int, list[Operation]](list)
     for place, operation in shared.values():
-        first[id(program.operations[place])].append(operation)
-    known = {id(operation): others for operation, others in steps}
-    whole = [
-        (operation, with_shared(first[id(operation)], known.get(id(operation), (operation,))))
-        for operation in program.operations if id(operation) in first.keys() | known.keys()
-    ]  # fmt: skip
-    return applied(program, Edit(whole, names), 0)[0]
+        first[place].append(operation)
+    for place, operations in first.items():
+        root = program.operations[place]
+        _, others = steps.get(id(root), (root, (root,)))
+        steps[id(root)] = root, with_shared(operations, others)
+    return applied(program, Edit([*steps.values()], names), 0)[0] if steps else program
 
 
 def with_shared(shared: list[Operation], steps: Sequence[Operation]) -> list[Operation]:
@@ -297,9 +295,9 @@ def with_shared(shared: list[Operation], steps: Sequence[Operation]) -> list[Ope
 def edit_at(program: Program, place: int, rows: Sequence[Row], shared: Shared) -> Edit | None:
     """What the first row that fits an operation makes of it."""
     operation = program.operations[place]
-    part = "forward" if place < len(program.forward) else "backward"
+    name, part = called(operation), "forward" if place < len(program.forward) else "backward"
     for row in rows:
-        if row.part not in ("", part):
+        if row.part not in ("", part) or (row.pattern.names and name not in row.pattern.names):
             continue
         for found in row.pattern.matches(operation, program):
             match = Match(program, place, found, shared)
@@ -312,12 +310,7 @@ def edit_at(program: Program, place: int, rows: Sequence[Row], shared: Shared) -
 def applied(program: Program, edit: Edit, place: int) -> tuple[Program, int]:
     """The program after a change, and where the operation at a place was."""
     steps = {id(operation): others for operation, others in edit.steps}
-    parts: list[list[Operation]] = []
-    for part in (program.forward, program.backward):
-        made: list[Operation] = []
-        for operation in part:
-            made += steps.get(id(operation), (operation,))
-        parts.append(made)
-    at = sum(len(steps.get(id(operation), (operation,))) for operation in program.operations[:place])
-    found = replace(program, forward=parts[0], backward=parts[1])
-    return renamed(found, edit.names) if edit.names else found, at
+    made = [steps.get(id(operation), (operation,)) for operation in program.operations]
+    forward, backward = ([*chain(*part)] for part in (made[: len(program.forward)], made[len(program.forward) :]))
+    found = replace(program, forward=forward, backward=backward)
+    return renamed(found, edit.names) if edit.names else found, sum(map(len, made[:place]))

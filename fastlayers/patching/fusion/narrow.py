@@ -11,8 +11,9 @@ import torch
 from fastlayers.kernels.low_rank import thin_product
 from fastlayers.ops.low_rank import BESIDE, LARGEST_RANK
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.fusion.fusable import CASTS, FACTORS, called, factor_of
+from fastlayers.patching.fusion.fusable import CASTS, FACTORS, factor_of
 from fastlayers.patching.fusion.matcher import Match, new, step
+from fastlayers.patching.program.operators import called
 from fastlayers.patching.program.program import Operation, Value, storage
 
 __all__ = ["Narrow", "mask_alone", "narrow", "product_of_a_multiple", "product_of_casts", "round_trip", "thin"]
@@ -121,7 +122,8 @@ def viewed(match: Match, view: Operation, name: str) -> Operation:
 
 
 def product_of_casts(match: Match) -> Sequence[Operation] | None:
-    """A product of casts as that of what was cast."""
+    """A product of casts, as scaled_dot_product_attention without a kernel of its own computes it, as that of what was
+    cast: the product of two 16-bit numbers is exact in float32, and tensor cores add such products up in float32."""
     like = match.t(match.out)
     if like.dtype is not torch.float32:
         return None
@@ -138,7 +140,7 @@ def product_of_casts(match: Match) -> Sequence[Operation] | None:
 
 
 def round_trip(match: Match) -> Sequence[Operation] | None:
-    """A cast to float32 and back as what was cast."""
+    """A cast to float32 and back, as between layers of two dtypes, as what was cast."""
     program, y, (name,) = match.program, match.t(match.out), match.root.operands
     if match.t(name).dtype is not torch.float32 or y.dtype not in LOW_PRECISION:
         return None
@@ -155,8 +157,9 @@ def round_trip(match: Match) -> Sequence[Operation] | None:
 
 
 def thin(match: Match) -> Sequence[Operation] | None:
-    """A product of a cast and a thin tensor as that of what was cast. One of 16 bits is such a product if there is a
-    dropout in float32 between them, as under autocast."""
+    """A product of a cast and a thin float32 tensor, as an adapter's in a model of 16 bits, as that of what was cast.
+    One of 16 bits is such a product if there is a dropout in float32 between them, as under autocast: it reads the
+    mask, and what was dropped is not kept."""
     like = match.t(match.out)
     low = like.dtype in LOW_PRECISION
     if not (low or like.dtype is torch.float32):
@@ -178,7 +181,7 @@ def thin(match: Match) -> Sequence[Operation] | None:
 
 
 def product_of_a_multiple(match: Match) -> Sequence[Operation] | None:
-    """A thin product of 16 bits with s · A computes s · mm(A, B) for mm(s · A, B)."""
+    """A thin product of 16 bits, as the gradients of an adapter are, as s · mm(A, B) for mm(s · A, B)."""
     like, factors = match.t(match.out), [*match.root.args]
     for side, value in enumerate(match.root.args):
         thin = like.dtype in LOW_PRECISION and like.shape[side - 1] <= LARGEST_RANK
@@ -215,5 +218,5 @@ def mask_alone(match: Match) -> Sequence[Operation] | None:
 
 def empty(match: Match, shape: tuple[int, ...], like: str) -> Operation:
     """Memory in the dtype of another value and on its device."""
-    made, t = match.empty(shape, match.t(like)), match.t(like)
+    made, t = match.empty(match.t(like), shape), match.t(like)
     return step(aten.empty.memory_format, [*shape], makes=made, dtype=t.dtype, device=t.device)

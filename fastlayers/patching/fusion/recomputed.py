@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from fastlayers.patching.fusion.fusable import WHOLE, is_fusable, spelled
+from fastlayers.patching.fusion.fusable import WHOLE, is_fusable
+from fastlayers.patching.program.operators import spelled
 from fastlayers.patching.program.program import Operation, Program, base_of, is_followed, storage
 
 __all__ = ["Recomputed", "reads_less"]

@@ -12,8 +12,8 @@ import torch
 
 from fastlayers import backends
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.fusion.fusable import spelled
 from fastlayers.patching.fusion.matcher import Edit, Match, Op, Patterns, Row, new, only_reader, step
+from fastlayers.patching.program.operators import spelled
 from fastlayers.patching.program.program import Operation, Program, Value, storage, written
 
 __all__ = ["with_residual_products"]

@@ -18,19 +18,11 @@ from torch import Tensor
 
 from fastlayers.kernels.affine import Index
 from fastlayers.kernels.generated import FORMULAS, ROWS, SUMS, Kernel, Result, casts
-from fastlayers.patching.fusion.fusable import (
-    CASTS,
-    FILLED,
-    FLOATING,
-    WHOLE,
-    is_dense,
-    is_fusable,
-    reduced_dims,
-    spelled,
-)
+from fastlayers.patching.fusion.fusable import CASTS, FILLED, FLOATING, WHOLE, is_dense, is_fusable, reduced_dims
 from fastlayers.patching.fusion.kernel_writer import KernelWriter, NotFusableError, row_length
 from fastlayers.patching.fusion.matcher import call, step
 from fastlayers.patching.fusion.recomputed import Recomputed, reads_less
+from fastlayers.patching.program.operators import spelled
 from fastlayers.patching.program.program import Operation, Value, alive, base_of, is_followed, storage, written_by
 
 __all__ = ["Fusion", "Group"]

@@ -1,19 +1,4 @@
-"""Operations of torch in a program, where another one gives the same in less time.
-
-- The gradient of a gather along the last dimension is a kernel of csrc instead of a scatter_add of atomics.
-- A product with an identity matrix, by which peft multiplies the factors of DoRA, is a copy.
-- A product of two float32 tensors that are casts of 16-bit ones, as scaled_dot_product_attention without a kernel of
-  its own computes it, reads those: the product of two 16-bit numbers is exact in float32, and tensor cores add such
-  products up in float32.
-- A product of a float32 cast of a 16-bit tensor and a thin float32 one, as an adapter's in a model of 16 bits, reads
-  what was cast, once. With a dropout between them it reads the mask as well, and what was dropped is not kept.
-- A thin product of a matrix that was multiplied by a number, as the gradients of an adapter have it, multiplies by that
-  number itself.
-- A cast to float32 and back, as between layers of two dtypes, is what was cast.
-- A convolution with a bias, which torch adds in a kernel of its own, is one without and a sum, which can be fused with
-  what follows.
-- An activation has a kernel of csrc, which sums the gradient of a bias before it as well.
-"""
+"""Operations of torch in a program, where another one gives the same in less time."""
 
 from __future__ import annotations
 
@@ -28,10 +13,11 @@ from fastlayers.ops.activations import ACTIVATIONS
 from fastlayers.ops.gather import COLUMNS
 from fastlayers.ops.low_rank import draws_the_same
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.fusion.fusable import CASTS, FILLED, called, in_new_memory, is_dense, is_fusable
+from fastlayers.patching.fusion.fusable import CASTS, FILLED, in_new_memory, is_dense, is_fusable
 from fastlayers.patching.fusion.lowering import LOWERINGS
-from fastlayers.patching.fusion.matcher import Match, Op, Patterns, Row, step
+from fastlayers.patching.fusion.matcher import Match, Op, Patterns, Row, new, step
 from fastlayers.patching.fusion.narrow import mask_alone, product_of_a_multiple, product_of_casts, round_trip, thin
+from fastlayers.patching.program.operators import called
 from fastlayers.patching.program.program import Operation, Program, Value
 
 __all__ = ["specialised", "with_masks_alone"]
@@ -64,7 +50,7 @@ def draws_as_before(match: Match) -> bool:
 
 
 def gathered(match: Match) -> Sequence[Operation] | None:
-    """A sum along rows of a length that there is a kernel for."""
+    """The gradient of a gather along the last dimension by a kernel of csrc, where torch has a scatter_add of atomics."""
     _, dim, index, dy = match.root.args
     out, of_index, of_dy = match.t(match.out), match.t(index), match.t(dy)
     fits = out.dim() > 0 and dim % out.dim() == out.dim() - 1 and out.shape[-1] <= COLUMNS
@@ -76,12 +62,13 @@ def gathered(match: Match) -> Sequence[Operation] | None:
 
 
 def copied(match: Match) -> Sequence[Operation]:
+    """A product with an identity matrix, by which peft multiplies the factors of DoRA, as a copy."""
     return [step(aten.clone.default, match.root.args[1], makes=match.out, memory_format=torch.contiguous_format)]
 
 
 def without_bias(match: Match) -> Sequence[Operation] | None:
-    """A convolution, and the sum of its result and its bias; None where torch has a kernel for both, and where a sum of
-    its own would gain nothing."""
+    """A convolution, and the sum of its result and its bias, which torch adds in a kernel of its own: it can be fused
+    with what follows. None where torch has a kernel for both, and where a sum would gain nothing."""
     (out, *others), (x, weight, bias, *options) = match.root.makes, match.root.args
     if bias is None or match.root.kwargs or not out or not gains(match, options[-1]):
         return None
@@ -94,7 +81,7 @@ def without_bias(match: Match) -> Sequence[Operation] | None:
         weight, bias = Value(low), Value(low_bias)
         options = [*options[:3], False, [0] * (y.dim() - 2), options[3]]
     sizes = (-1, *(1 for _ in y.shape[2:]))
-    product, channels = match.new(y), match.view_as(bias, sizes)
+    product, channels = match.new(y), new(match.program, match.t(bias).view(sizes))
     return [
         *steps,
         step(aten.convolution.default, x, weight, None, *options, makes=product),
@@ -121,8 +108,8 @@ def joins(name: str, program: Program) -> bool:
 
 
 def activation(match: Match) -> Sequence[Operation] | None:
-    """The kernel of an activation or its gradient; None where torch's is as fast, and where it can be fused with what
-    stands around it."""
+    """The kernel of an activation or its gradient, which sums the gradient of a bias before it as well; None where
+    torch's is as fast, and where it can be fused with what stands around it."""
     program, operation = match.program, match.root
     base, _, suffix = called(operation).partition("_")
     act = ACTS.get((base, operation.kwargs.get("approximate", "none")))

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from fastlayers.ops.batch_norm import RELU
-from fastlayers.patching.fusion.fusable import argument, called, with_arguments
 from fastlayers.patching.fusion.matcher import Edit, Match, Op, Patterns, Row
+from fastlayers.patching.program.operators import argument, called, with_arguments
 from fastlayers.patching.program.program import Operation, Program, Value, storage, written_by
 
 __all__ = ["with_residuals"]

@@ -23,8 +23,9 @@ from fastlayers import backends
 from fastlayers.kernels.low_rank import MOST_PARTS, all_parts, wide_kernel
 from fastlayers.ops.low_rank import LARGEST_RANK
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.fusion.fusable import CASTS, called, factor_of
+from fastlayers.patching.fusion.fusable import CASTS, factor_of
 from fastlayers.patching.fusion.matcher import Edit, Match, Op, Patterns, Row, new, only_reader, step
+from fastlayers.patching.program.operators import called
 from fastlayers.patching.program.program import Operation, Value, storage
 
 __all__ = ["with_sums_of_products"]
@@ -117,7 +118,7 @@ def wide(
     steps: list[Operation] = []
 
     def value(function: Any, *args: Any, shape: Sequence[int]) -> Value:
-        name = match.empty(shape, match.t(terms[0][0]))
+        name = match.empty(match.t(terms[0][0]), shape)
         steps.append(step(function, *args, makes=name))
         return Value(name)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from fastlayers import backends
 from fastlayers.kernels.low_rank import most_parts, thin_kernels, thin_product, thin_products
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.fusion.fusable import spelled
 from fastlayers.patching.fusion.matcher import Match, Op, Patterns, Row, step
+from fastlayers.patching.program.operators import spelled
 from fastlayers.patching.program.program import Operation, Program, Value, storage
 
 __all__ = ["with_launches", "with_thin_products"]

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fastlayers.kernels.low_rank import thin_product
-from fastlayers.patching.fusion.fusable import called
-from fastlayers.patching.fusion.matcher import Match, Op, Patterns, Row, new
+from fastlayers.patching.fusion.matcher import Match, Op, Patterns, Row, new, views_of
+from fastlayers.patching.program.operators import called
 from fastlayers.patching.program.program import Operation, Program, with_names
 
 __all__ = ["with_values_again"]
@@ -39,22 +39,17 @@ def computed_again(match: Match) -> Sequence[Operation] | None:
     return [with_names(match.root, names)] if names else None
 
 
-with_values_again = Patterns(Row(Op(), computed_again, "backward"))
-
-
 def chain_of(name: str, program: Program) -> list[Operation]:
     """The operation that makes a value again, and the views before and after it; none for another value, and if what
     it is computed of is not kept."""
-    after: list[Operation] = []
-    while (maker := program.makers.get(name)) is not None and maker.view:
-        after.insert(0, maker)
-        name = maker.args[0].name
+    after, source = views_of(name, program)
+    maker = program.makers.get(source)
     if maker is None or not is_cheap(maker, program):
         return []
     before: list[Operation] = []
     for operand in maker.operands:
-        views = views_of(operand, program)
-        if views is None:
+        views, source = views_of(operand, program, until=program.kept)
+        if source not in program.kept:
             return []
         before += [view for view in views if view not in before]
     return [*before, maker, *after]
@@ -68,13 +63,4 @@ def is_cheap(operation: Operation, program: Program) -> bool:
     return factor is not None and factor.function is thin_product
 
 
-def views_of(name: str, program: Program) -> list[Operation] | None:
-    """The views that make a value of a kept one; None if it is of another one."""
-    views: list[Operation] = []
-    while name not in program.kept:
-        view = program.makers.get(name)
-        if view is None or not view.view:
-            return None
-        views.insert(0, view)
-        name = view.args[0].name
-    return views
+with_values_again = Patterns(Row(Op(), computed_again, "backward"))
