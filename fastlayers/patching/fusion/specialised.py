@@ -50,7 +50,7 @@ def draws_as_before(match: Match) -> bool:
 
 
 def gathered(match: Match) -> Sequence[Operation] | None:
-    """The gradient of a gather along the last dimension by a kernel of csrc, where torch has a scatter_add of atomics."""
+    """The gradient of a gather along the last dimension by a kernel, where torch has a scatter_add of atomics."""
     _, dim, index, dy = match.root.args
     out, of_index, of_dy = match.t(match.out), match.t(index), match.t(dy)
     fits = out.dim() > 0 and dim % out.dim() == out.dim() - 1 and out.shape[-1] <= COLUMNS
