@@ -29,7 +29,7 @@ import fastlayers
 from fastlayers.graphs import module as graphs_module
 from fastlayers.graphs import pool as graphs_pool
 from fastlayers.graphs import words
-from fastlayers.graphs.capture import Replay
+from fastlayers.graphs.capture import Replay, substituted
 from fastlayers.graphs.gradients import Gradients, uses
 from fastlayers.graphs.pool import Call, Pool, in_one_segment
 from fastlayers.graphs.state import Counter, Generators, State, begun_collectives
@@ -377,6 +377,10 @@ def test_parameters_that_move_before_a_backward():
     pattern = flatten((x,), given), flatten({}, given)
 
     class Replayed(SimpleNamespace):
+        def uncaptured(self, pattern, given, random, others):
+            with substituted(model, others):
+                return model(*given)
+
         def forward(self):
             return (model(x).detach(),)
 
@@ -390,10 +394,9 @@ def test_parameters_that_move_before_a_backward():
             raise AssertionError("the graph was replayed")
 
     capture = Replayed(
-        state=State(model, x.device), places=[], present=type(model).forward, autocast=autocast_state(), stale="",
-        communicates=False, read=[],
+        state=State(model, x.device), places=[], autocast=autocast_state(), stale="", communicates=False, read=[],
     )  # fmt: skip
-    (out,) = Replay.apply(capture, Call(model, pattern, []), given, *parameters)
+    (out,) = Replay.apply(capture, Call(pattern, []), given, *parameters)
     with torch.no_grad():
         for p in parameters:
             p.data = p.clone()
@@ -532,7 +535,7 @@ def test_layers_that_share_memory(order, together):
 
 def test_what_graphs_that_share_memory_write_over():
     kept = [torch.full((2,), float(i)) for i in range(3)]
-    pool, calls = Pool(shared=True), [Call(nn.Identity(), (), [], [t]) for t in kept]
+    pool, calls = Pool(shared=True), [Call((), [], [t]) for t in kept]
     numbers = [pool.number() for _ in calls]
     for number, call in zip(numbers, calls, strict=True):
         pool.overwrite(number)

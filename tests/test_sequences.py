@@ -62,6 +62,7 @@ ALLOWED = (
     "to differentiate the backward",
     "modified in place since",
     "patched forward were freed",
+    "were written since",
     # A hook that was added since makes the recomputation of a checkpoint run op by op.
     "torch.utils.checkpoint: A different number of tensors",
     "torch.utils.checkpoint: Recomputed values for the following tensors have different metadata",

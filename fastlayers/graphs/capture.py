@@ -23,10 +23,11 @@ from fastlayers.ops.dispatch import PLAIN, KeptAsIs, kept_as_is
 from fastlayers.ops.dtensor import Whole, differentiable_shard_of, memory_of, shard_of
 from fastlayers.patching.capture.syntax import is_ours
 from fastlayers.patching.program.program import storage
-from fastlayers.patching.regions.entries import autocast_as, autocast_state, drawing, random_state
+from fastlayers.patching.regions.entries import alias, autocast_as, autocast_state, drawing, random_state
 from fastlayers.patching.regions.patterns import Flat, unflatten
 from fastlayers.patching.regions.region import text_of
 from fastlayers.patching.regions.results import OpaqueError, Taken, put_together, take_apart, tensors_in
+from fastlayers.patching.regions.stand_ins import stand_in
 from fastlayers.patching.runtime.checks import original_class
 
 __all__ = ["COMMUNICATES", "Capture", "capturing"]
@@ -94,8 +95,11 @@ class Capture:
         self.stale = ""
         #: The results that received a gradient for which there is no backward.
         self.missed: set[int] = set()
-        self._draws = draws
+        self._draws, self._lock = draws, threading.RLock()
         self.autocast = autocast_state()
+        #: The module as it is, in whose place calls run op by op, and its state.
+        self._stand_in = stand_in(module, lambda t: t)
+        self._known = State(self._stand_in, self.device)
         self._number = pool.number()
         self._pending: ReferenceType[Call] | None = None
         self.inputs = [like(t) for t in given]
@@ -106,8 +110,9 @@ class Capture:
             parameters = [p for p in module.parameters() if p.requires_grad and torch.is_grad_enabled()]
             # Leaves of their own: those of the calls before belong to the streams of these.
             leaves = [nn.Parameter(p.detach()) for p in parameters]
+            other = dict(zip(map(id, parameters), leaves, strict=True))
             try:
-                with substituted(module, parameters, leaves), InWords() if state.is_parallel else nullcontext():
+                with substituted(module, other), InWords() if state.is_parallel else nullcontext():
                     try:
                         self._capture_forward(module, pattern, hooked=True)
                     except UncapturedError as error:
@@ -208,6 +213,10 @@ class Capture:
 
     # -- replaying -----------------------------------------------------------------------------------------------
 
+    @property
+    def described(self) -> str:
+        return f"{self.name}({', '.join(str(tuple(t.shape)) for t in self.inputs)})"
+
     def holds(self) -> bool:
         """Whether a call may be replayed. Afterwards nobody has a gradient in the memory of the graphs.
 
@@ -223,16 +232,16 @@ class Capture:
         call = self._pending() if self._pending is not None else None
         return call is not None and call.pending
 
-    def run(self, module: nn.Module, pattern: Any, given: Sequence[Tensor]) -> Any:
+    def run(self, pattern: Any, given: Sequence[Tensor]) -> Any:
         """The result of a call."""
         if not debug.ENABLED:
-            return self._run(module, pattern, given)
-        expected = tensors_in(uncaptured(self, module, pattern, given, random_state(given), {}))
-        out = self._run(module, pattern, given)
-        debug.compare(tensors_in(out), expected, f"results of a {self.name}")
+            return self._run(pattern, given)
+        expected = tensors_in(self.uncaptured(pattern, given, random_state(given), {}))
+        out = self._run(pattern, given)
+        debug.compare(tensors_in(out), expected, f"results of a {self.described}", self.autocast)
         return out
 
-    def _run(self, module: nn.Module, pattern: Any, given: Sequence[Tensor]) -> Any:
+    def _run(self, pattern: Any, given: Sequence[Tensor]) -> Any:
         self.pool.write(self._number, self.device)
         with torch.no_grad():
             torch._foreach_copy_(self.inputs, list(given))
@@ -241,7 +250,7 @@ class Capture:
             return self._put_together(self.forward())
         random = random_state(given) if self._draws else []
         increment_version(self.state.changed)  # A replay does not.
-        call = Call(module, pattern, random, self._kept, self.state.changed, self.read)
+        call = Call(pattern, random, self._kept, self.state.changed, self.read)
         self._pending = ref(call)
         self.pool.expect(self._number, call)
         wanted = *(given[i] for i in self.places), *self._parameters
@@ -265,6 +274,24 @@ class Capture:
                 if self._gradients.in_use():
                     self._gradients.move()
                     torch.cuda.synchronize(self.device)
+
+    def uncaptured(
+        self, pattern: Any, given: Sequence[Tensor], random: Sequence[Tensor], others: Mapping[int, Tensor]
+    ) -> Any:
+        """The result of a call op by op, which leaves the buffers as they are. ``others`` are read in place of tensors
+        of the module, by identity.
+
+        Raises:
+            NotAgainError: something that it reads besides these has changed.
+        """
+        module, flat = self._stand_in, Flat(given)
+        args, kwargs = (unflatten(part, flat) for part in pattern)
+        clones = {id(t): others.get(id(t), t).clone() for t in module.buffers()}
+        with self._lock, no_graphs(), drawing(random, given):
+            if not self._known.same_python():
+                raise not_again(self, "what it reads besides its arguments has changed since")
+            with substituted(module, {**others, **clones}):
+                return self.present(module, *args, **(kwargs or {}))
 
     def forward(self) -> tuple[Tensor, ...]:
         self._forward.replay()
@@ -357,7 +384,7 @@ class Replay(torch.autograd.Function):
             grads = capture.backward(call, dys)
             if debug.ENABLED:
                 with suppress(NotAgainError):
-                    debug.compare(grads, again(ctx, dys), f"gradients of a {capture.name}")
+                    debug.compare(grads, again(ctx, dys), f"gradients of a {capture.described}", capture.autocast)
             return None, None, None, *grads
         return None, None, None, *again(ctx, dys)
 
@@ -366,48 +393,30 @@ def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The gradients by a second forward, uncaptured.
 
     Raises:
-        RuntimeError: the forward would not be that of the call.
+        NotAgainError: it would not be that of the call.
     """
     capture, call = ctx.capture, ctx.call
     if capture.communicates:
         raise not_again(capture, "it communicates with other processes, which might not run it")
     tensors = ctx.saved_tensors
     given, wanted = tensors[: ctx.count], tensors[ctx.count :]
-    module, state = call.module(), capture.state
-    if module is None:
-        raise not_again(capture, "the module was deleted")
+    if call.versions != [t._version for t in capture.read]:
+        raise not_again(capture, "its parameters or buffers were written since")
+    old = dict(zip(map(id, capture.state.changed), call.old, strict=True))
     with torch.enable_grad(), autocast_as(capture.autocast):  # The backward may be outside of it.
-        if not state.is_same() or call.versions != [t._version for t in capture.read]:
-            raise not_again(capture, "its modules, parameters, buffers, attributes or hooks have changed since")
-        old = dict(zip(map(id, state.changed), call.old, strict=True))
-        aliases = [t.view_as(t) for t in given]  # An argument may itself depend on another one.
-        out = uncaptured(capture, module, call.pattern, aliases, call.random, old)
+        # Of aliases: an argument may itself depend on another one, and a parameter may be frozen by now.
+        aliases = [alias(t) if i in capture.places else t for i, t in enumerate(given)]
+        parameters = {id(p): alias(p) for p in wanted[len(capture.places) :]}
+        out = capture.uncaptured(call.pattern, aliases, call.random, {**old, **parameters})
     results = [differentiable_shard_of(t) for t in tensors_in(out)]
     chosen = [i for i, dy in enumerate(dys) if dy is not None]
-    parameters = wanted[len(capture.places) :]
     return torch.autograd.grad(
         [results[i] for i in chosen],
-        [*(aliases[i] for i in capture.places), *parameters],
+        [*(aliases[i] for i in capture.places), *parameters.values()],
         [dys[i] for i in chosen],
         create_graph=torch.is_grad_enabled(),
         allow_unused=True,
     )
-
-
-def uncaptured(
-    capture: Capture,
-    module: nn.Module,
-    pattern: Any,
-    given: Sequence[Tensor],
-    random: Sequence[Tensor],
-    old: Mapping[int, Tensor],
-) -> Any:
-    """The result of a call op by op, which leaves the buffers as they are. Of some the ``old`` values are read."""
-    buffers, flat = list(module.buffers()), Flat(given)
-    args, kwargs = (unflatten(part, flat) for part in pattern)
-    clones = [old.get(id(t), t).clone() for t in buffers]
-    with no_graphs(), substituted(module, buffers, clones), drawing(random, given):
-        return capture.present(module, *args, **(kwargs or {}))
 
 
 class NotAgainError(RuntimeError):
@@ -456,9 +465,9 @@ def recover(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
 
 
 @contextmanager
-def substituted(module: nn.Module, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
-    """Put other tensors in the places of parameters or buffers, also in lists, as an LSTM has one of its weights."""
-    other = {id(t): substitute for t, substitute in zip(tensors, others, strict=True)}
+def substituted(module: nn.Module, other: Mapping[int, Tensor]) -> Iterator[None]:
+    """Put other tensors, by the identity of each, in the places of parameters or buffers, also in lists, as an LSTM has
+    one of its weights."""
     before: list[tuple[Any, Any, Tensor]] = []
     for each in module.modules():
         for owner in (each._parameters, each._buffers, *vars(each).values()):

@@ -129,7 +129,7 @@ class Graphs:
             capture = self.capture(signature, module, pattern, given)
             if capture is not None:
                 draw(signature.chances)
-                return capture.run(module, pattern, given)
+                return capture.run(pattern, given)
         return self.present.forward(module, *args, **kwargs)
 
     def new_signature(self, key: Any, what: str) -> Signature:

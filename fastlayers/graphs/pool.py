@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from weakref import ReferenceType, WeakSet, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 __all__ = ["Call", "Pool", "Range", "in_memory", "in_one_segment"]
 
@@ -29,7 +29,6 @@ class Call:
     """A replayed forward whose backward may come.
 
     Args:
-        module: kept by a weak reference; one that keeps its result would be kept by it.
         pattern: of the arguments.
         random: the states of the generators before.
         kept: the memory in which the forward left what its backward needs.
@@ -45,14 +44,12 @@ class Call:
 
     def __init__(
         self,
-        module: nn.Module,
         pattern: Any,
         random: list[Tensor],
         kept: Sequence[Tensor] = (),
         buffers: Sequence[Tensor] = (),
         read: Sequence[Tensor] = (),
     ) -> None:
-        self.module: ReferenceType[nn.Module] = ref(module)
         self.pattern, self.random, self.kept = pattern, random, kept
         self.old = [t.detach().clone() for t in buffers]
         self.versions = [t._version for t in read]

@@ -152,18 +152,15 @@ class State:
 
     def is_same(self) -> bool:
         """Whether everything still is as it was, though parameters may have moved."""
+        return self.same_python() and self.same_tensors() and self.same_modes()
+
+    def same_python(self) -> bool:
+        """Whether the Python objects are as they were, that the forward of the modules depends on."""
         try:
             same = self.same_contents() and self.same_globals()
         except Exception:  # of a user's __eq__: what cannot be compared is another tensor, array or object
             return False
-        return (
-            same
-            and self.same_numbers()
-            and self.same_functions()
-            and self.same_hooks()
-            and self.same_tensors()
-            and self.same_modes()
-        )
+        return same and self.same_numbers() and self.same_functions() and self.same_hooks()
 
     def same_contents(self) -> bool:
         return self.dicts == self.copies and [*map(type, self.inner)] == self.kinds

@@ -161,13 +161,17 @@ class Tape(Mode):
         self._given.add(name)
         return self.define(t, name)
 
+    def known(self, t: Tensor) -> str | None:
+        """The name of a value; None if it was made elsewhere."""
+        return self._names.get(key(t))
+
     def name(self, t: Tensor) -> str:
         """The name of a value.
 
         Raises:
             Refusal: it was made elsewhere.
         """
-        name = self._names.get(key(t))
+        name = self.known(t)
         if name is not None:
             return name
         # The tensors that Python reads are inputs, so torch made this one of a number: in x[0] = 3, in TorchScript, in

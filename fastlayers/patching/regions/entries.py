@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastlayers.ops import dispatch
 from fastlayers.ops.autocast import Given, version_of
+from fastlayers.patching.program.derivative import Derivative
 from fastlayers.patching.program.executors import KEYS, Executor, Facts, excluding, executor_class
 from fastlayers.patching.program.program import Program
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.regions.partial_backward import Geometry, without_gradients
-from fastlayers.patching.regions.patterns import Flat, unflatten
 from fastlayers.patching.regions.readers import Reader
-from fastlayers.patching.regions.results import Taken, take_apart
 
 __all__ = [
     "NO_AUTOCAST",
     "Again",
     "Autocast",
     "Entry",
+    "alias",
     "autocast_as",
     "autocast_state",
     "drawing",
@@ -115,6 +115,10 @@ def drawing(states: Sequence[Tensor] | None, inputs: Sequence[Tensor]) -> Iterat
         yield
 
 
+#: The places of all inputs.
+ALL = range(2**31)
+
+
 # -- one signature -----------------------------------------------------------------------------------------------------
 
 
@@ -145,8 +149,7 @@ class Entry:
         changed: the places of buffers that the code changes,
         read: and of those among them whose value before the call the results depend on.
         draws: whether the code draws random numbers.
-        forward: that of the class, which takes the module first.
-        stand_in: the module as it was, without its tensors.
+        derivative: autograd's graph of the forward, or the reason why there is none.
         differentiated: whether a backward of such a call was differentiated. From then on they run op by op.
         apart: whether such calls run op by op since some result got no gradient, which generated kernels do not serve.
     """
@@ -157,7 +160,6 @@ class Entry:
     values: tuple[Any, ...]
     pattern: Any
     count: int
-    forward: Callable[..., Any]
     exact: Any = None
     autocast: Autocast = field(default_factory=autocast_state)
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
@@ -175,7 +177,7 @@ class Entry:
     changed: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
     draws: bool = False
-    stand_in: nn.Module | None = None
+    derivative: Derivative | Refusal | None = None
     differentiated: bool = False
     apart: bool = False
     _partial: dict[frozenset[int], tuple[Executor, list[int]] | None] = field(default_factory=dict)
@@ -200,18 +202,20 @@ class Again(NamedTuple):
     """What a call keeps for backwards that its code does not give: derivatives of it, and those of some results.
 
     Attributes:
+        plain: whether it ran the code without generated kernels.
         random: the state of the generators before the call, if it draws.
         old: the values before the call of the buffers in ``entry.read``.
     """
 
     entry: Entry
+    plain: bool
     random: list[Tensor] | None
     old: tuple[Tensor, ...]
 
     def needed(self, grads: Sequence[Tensor | None]) -> list[int]:
         """The places of what ``some`` needs in what the code keeps. The rest may have been written since."""
         found = self.entry.without(grads)
-        return [] if found is None or self.entry.code is not self.entry.plain else found[1]
+        return found[1] if found is not None and self.plain else []
 
     def some(
         self, given: Given, kept: list[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
@@ -222,7 +226,7 @@ class Again(NamedTuple):
         if found is None:
             return self.differentiate(given, grads, needs)
         code, places = found
-        if entry.code is not entry.plain:
+        if not self.plain:
             entry.apart = True
             every = self.kept_by_plain(given)
             kept = [every[i] for i in places]
@@ -240,18 +244,18 @@ class Again(NamedTuple):
             _, kept = entry.plain.forward(*entry.order((*inputs, *entry.constants)))  # type: ignore[union-attr]
         return list(kept)
 
-    def inputs(self, given: Given) -> list[Tensor]:
+    def inputs(self, given: Given, read: Container[int] = ALL) -> list[Tensor]:
         """What the call was given, in the order of the call. Of a buffer that it changes a copy: of the value before
         the call, if the results depend on that.
 
         Raises:
-            RuntimeError: another one was written since.
+            RuntimeError: another one of those at the places ``read`` was written since.
         """
         entry = self.entry
         total = len(given.parameters)
         places = entry.order(range(total))
         for number, place in enumerate(places):
-            if place in entry.changed:
+            if place in entry.changed or place not in read:
                 given.versions[number] = version_of(given.parameters[number])
         ordered = given.unchanged()
         inputs: Any = [t for _, t in sorted(zip(places, ordered, strict=True), key=operator.itemgetter(0))]
@@ -261,42 +265,25 @@ class Again(NamedTuple):
         return inputs[: total - len(entry.constants)]  # type: ignore[no-any-return]
 
     def differentiate(self, given: Given, grads: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients of a region's inputs with a graph of their own: its forward runs again, op by op.
+        """The gradients of a region's inputs, with a graph of their own where grad mode is on.
 
         Raises:
-            RuntimeError: an input was written, or something that the forward reads has changed.
+            RuntimeError: an input was written since, or there is no such derivative.
         """
         entry = self.entry
-        inputs = self.inputs(given)
-        wants_graph = torch.is_grad_enabled()
-        entry.differentiated |= wants_graph
-        wanted = {*entry.order(range(len(inputs) + len(entry.constants)))[: entry.facts.wanted]}
-        with torch.enable_grad():
-            # Of aliases: an argument may itself depend on another one.
-            aliases = [alias(t) if i in wanted else t.detach() for i, t in enumerate(inputs)]
-            flat = Flat(aliases[: entry.count])
-            args, kwargs = (unflatten(part, flat) for part in entry.pattern)
-            module = entry.stand_in
-            assert module is not None
-            with (
-                autocast_as(entry.autocast),  # The backward may be outside of it.
-                default_dtype(entry.dtype),
-                drawing(self.random, inputs),
-                entry.reader.replaced(module, aliases[entry.count :]),
-                no_regions(),
-            ):
-                entry.reader.check(module, entry.values)
-                out = entry.forward(module, *args, **(kwargs or {}))
-        tensors = Taken(aliases)
-        take_apart(out, tensors)
-        every = [tensors[len(aliases) + i] for i in entry.facts.active]
-        results = [t for t, dy in zip(every, grads, strict=True) if dy is not None]
-        ordered = entry.order((*aliases, *entry.constants))
-        asked = [t for t, needed in zip(ordered, needs, strict=False) if needed]
-        dys = [dy for dy in grads if dy is not None]
-        gradients = torch.autograd.grad(results, asked, dys, create_graph=wants_graph, allow_unused=True)
-        found = iter(gradients)
-        return [next(found) if needed else None for needed in needs]
+        entry.differentiated |= torch.is_grad_enabled()
+        derivative = entry.derivative
+        if not isinstance(derivative, Derivative):
+            raise RuntimeError(
+                f"this backward of a patched forward cannot be differentiated, nor computed without a gradient of each "
+                f"result: {derivative}. Call it with fastlayers.unpatch_model(model)"
+            )
+        inputs = self.inputs(given, derivative.read)
+        with default_dtype(entry.dtype), drawing(self.random, inputs), torch.no_grad(), excluding(KEYS):
+            values = derivative.values(inputs)
+        wanted = entry.order(range(len(inputs) + len(entry.constants)))[: entry.facts.wanted]
+        # Of aliases: an argument may itself depend on another one.
+        return derivative.gradients(values, [alias(inputs[i]) for i in wanted], needs[: len(wanted)], grads)
 
 
 def alias(t: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from fastlayers.patching.capture.reads import load_fake_tensors, read_by
 from fastlayers.patching.capture.rebuild import arguments_source
 from fastlayers.patching.capture.syntax import is_ours
 from fastlayers.patching.libraries.adapters import adapters, decorated, takes_former_names, undecorated
+from fastlayers.patching.program.derivative import Derivative
 from fastlayers.patching.program.executors import (
     KEYS,
     Executor,
@@ -157,6 +158,8 @@ def what_torch_refuses() -> Iterator[None]:
     """An error of the forward itself, or torch's for calls that it does not support in a mode, is a refusal."""
     try:
         yield
+    except Refusal:
+        raise
     except Exception as error:
         if is_ours(error) and not isinstance(error, RuntimeError):
             raise
@@ -269,12 +272,16 @@ class Region:
     def run(self, entry: Entry, arguments: tuple[Any, ...], inputs: tuple[Tensor, ...]) -> Any:
         """The result of a call."""
         ordered, code = entry.order((*inputs, *entry.constants)), entry.code
-        assert code is not None
         if entry.facts.wanted:
+            if len(entry.facts.active) > 1 and dispatch.hooks_decide_what_is_kept():
+                # A backward for some results needs what the plain code keeps, as a checkpoint computes it again.
+                code = entry.plain
+            assert code is not None
             random = random_state(inputs) if entry.draws else None
             old = tuple(inputs[i].detach().clone() for i in entry.read)
-            results = code.record(Again(entry, random, old), ordered)
+            results = code.record(Again(entry, code is entry.plain, random, old), ordered)
         else:
+            assert code is not None
             results = code.call(ordered)
         return results[0] if entry.parts is None else put_together(entry.parts, (*inputs, *results), arguments)
 
@@ -353,7 +360,7 @@ class Region:
             self.readers.append(reader)
         inputs = (*given, *tensors)
         guard = TensorGuards(*inputs, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        entry = Entry(guard, GlobalStateGuard(), reader, values, pattern, len(given), self.present.forward)
+        entry = Entry(guard, GlobalStateGuard(), reader, values, pattern, len(given))
         entry.exact = reader.exact(values)
         try:
             self.record(entry, module, inputs)
@@ -387,13 +394,14 @@ class Region:
             restore_random_state(random, real)
 
         try:
-            entry.stand_in = stand_in(module)
             recorded, grads, gradients, generated, rounding, depends = self.recorded(entry, module, real)
             inputs = (*real, *entry.constants)
             changed = {id(t) for t, old in zip(state, before, strict=True) if not torch.equal(t, old)}
             written = [entry.order(range(len(inputs)))[i] for i in entry.facts.written]
             entry.changed = tuple(i for i, t in enumerate(real) if id(t) in changed or i in written)
             entry.read = tuple(i for i in entry.changed if i in depends) if entry.facts.wanted else ()
+            if entry.facts.wanted:
+                entry.derivative = self.derivative_of(entry, module, real)
             entry.draws = any(not torch.equal(a, b) for a, b in zip(random, random_state(real), strict=True))
 
             def agrees(code: Executor) -> bool:
@@ -424,6 +432,26 @@ class Region:
         finally:
             restore()
             torch.set_autocast_cache_enabled(cached)
+
+    def derivative_of(self, entry: Entry, module: nn.Module, real: tuple[Tensor, ...]) -> Derivative | Refusal:
+        """Autograd's graph of what the forward computed before it was patched."""
+        copy, count = stand_in(module), entry.count
+
+        def forward(inputs: list[Tensor]) -> list[Tensor]:
+            flat = Flat(inputs[:count])
+            args, kwargs = (unflatten(part, flat) for part in entry.pattern)
+            with autocast_as(entry.autocast), entry.reader.replaced(copy, inputs[count:]), stock_forwards():
+                out = self.present.forward(copy, *args, **(kwargs or {}))
+            taken = Taken(inputs)
+            take_apart(out, taken)
+            return [taken[len(inputs) + i] for i in entry.facts.active]
+
+        wanted = entry.order(range(len(real) + len(entry.constants)))[: entry.facts.wanted]
+        try:
+            with what_torch_refuses():
+                return Derivative(forward, real, wanted)
+        except Refusal as refusal:
+            return refusal.kept()
 
     @contextmanager
     def reported(self, what: str) -> Iterator[None]:

@@ -1,13 +1,15 @@
-"""A module as it was when a call of it was recorded, without its tensors.
+"""A module as it was at a call: a copy that runs in its place.
 
-Where the recorded backward does not do, as for a second derivative, the forward of a call runs again. By then the
-module may be in another mode, have other attributes, hooks or children, or be gone. So its place is taken by a copy.
+Autograd's graph of a recorded forward is made with one, which other tensors are put into, since another thread may use
+the module. The forward of a captured call runs again on one. By then the module may be in another mode, have other
+attributes, hooks or children, or be gone.
 """
 
 from __future__ import annotations
 
 import types
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,8 +19,15 @@ from torch import Tensor, nn
 __all__ = ["stand_in"]
 
 
-def stand_in(module: nn.Module) -> nn.Module:
-    """A copy of a module and of all modules that it refers to, with tensors of no elements.
+def empty_like(t: Tensor) -> Tensor:
+    """A tensor of no elements, and of the same class."""
+    made = torch.empty(0, dtype=t.dtype, device="meta")
+    made.__class__ = type(t)
+    return made
+
+
+def stand_in(module: nn.Module, tensor: Callable[[Tensor], Tensor] = empty_like) -> nn.Module:
+    """A copy of a module and of all modules that it refers to, with other tensors.
 
     Attributes that are neither modules nor containers of them are those of the original. What is read of them is part
     of the guard of a recording, by which a change shows.
@@ -35,9 +44,7 @@ def stand_in(module: nn.Module) -> nn.Module:
             vars(made).update({name: copied(attribute) for name, attribute in vars(value).items()})
             return made
         if isinstance(value, Tensor):
-            made = torch.empty(0, dtype=value.dtype, device="meta")
-            made.__class__ = kind
-            return made
+            return tensor(value)
         if kind in (dict, OrderedDict):
             made = copies[id(value)] = kind()
             made.update({key: copied(item) for key, item in value.items()})
