@@ -111,10 +111,10 @@ def fault_of(program: Program) -> Fault | None:
     from fastlayers.patching.fusion.passes import enabled, prepared
 
     stages = [prepared(program)]
-    compared = Comparing(stages[0])
+    compared = Comparing(program)
     for each in enabled():
         try:
-            stages.append(each.run(stages[-1]))
+            stages.append(each.run(apart(stages[-1])))
         except Exception as error:
             return Fault(each.name, "", "", f"{type(error).__name__}: {error}")
     problem = compared.problem(stages[-1])
@@ -125,7 +125,7 @@ def fault_of(program: Program) -> Fault | None:
 
     def differs(count: int) -> bool:
         try:
-            found = culprit.run(held(before, count))
+            found = culprit.run(held(apart(before), count))
         except Exception:  # It does not expect what is between the two.
             return False
         return bool(compared.problem(released(found)))
@@ -135,6 +135,11 @@ def fault_of(program: Program) -> Fault | None:
     makes = ", ".join(name for name in operation.makes if name)
     text = f"{makes} = {plain_name(operation.function)}({', '.join(operation.operands)})"
     return Fault(culprit.name, text, source_of(operation, program), problem)
+
+
+def apart(program: Program) -> Program:
+    """The program with values of its own, which a pass may change."""
+    return replace(program, values=dict(program.values))
 
 
 def first_wrong(count: int, is_wrong: Callable[[int], bool]) -> int:
@@ -149,9 +154,8 @@ def first_wrong(count: int, is_wrong: Callable[[int], bool]) -> int:
 def source_of(operation: Operation, recorded: Program) -> str:
     """The line that an operation comes from; of one that a pass made, that of what it stands for."""
     known = {name: each.source for each in recorded.operations for name in each.makes if each.source}
-    return operation.source or next(
-        (known[name] for name in (*operation.makes, *operation.operands) if name in known), ""
-    )
+    names = (name for name in (*operation.makes, *operation.operands) if name in known)
+    return operation.source or known.get(next(names, ""), "")
 
 
 # -- operations that no pass may change --------------------------------------------------------------------------------

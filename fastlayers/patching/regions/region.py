@@ -76,7 +76,7 @@ from fastlayers.patching.rewrite.classes import seal
 from fastlayers.patching.rewrite.generate import left_behind_source, signature_source
 from fastlayers.patching.runtime.checks import check_defaults, original_class, stock_forwards
 
-__all__ = ["FEW_MODULES", "Region", "attentions", "errors_of", "region_class", "size_of", "text_of"]
+__all__ = ["CALLS", "FEW_MODULES", "Region", "attentions", "errors_of", "region_class", "size_of", "text_of"]
 
 #: Calls of one module with the same signature, of which the last is recorded: what is seen once may not come again, and
 #: a recording takes the time of some 100 calls.
