@@ -1,13 +1,8 @@
 """Patterns over a program: which operations stand together, on what condition, and what comes in their place.
 
-A pass of patterns is a tuple of rows. A row has a pattern, an :class:`Op`, and a function that is given a
-:class:`Match` and returns the operations that come in place of the matched one, an :class:`Edit` if others change as
-well, or None where its condition does not hold::
-
-    def copied(match):
-        return [step(torch.ops.aten.clone.default, match.root.args[1], makes=match.out)]
-
-    without_identities = Patterns(Row(Op("mm", of=(Op("eye"),)), copied))
+A pass of patterns is some rows. A row has a pattern, an :class:`Op`, and a function that is given a :class:`Match` and
+returns the operations that come in place of the matched one, an :class:`Edit` if others change as well, or None where
+its condition does not hold. CONTRIBUTING.md has an example.
 """
 
 from __future__ import annotations
