@@ -49,8 +49,7 @@ def without_repetitions(program: Program) -> Program:
     values = program.values
     known: dict[Any, Operation] = {}
     same: dict[str, str] = {}
-    forward: list[Operation] = []
-    backward: list[Operation] = []
+    made: list[Operation | None] = []
     there = set(program.kept)  # in the backward
     for place, given in enumerate(program.operations):
         in_backward = place >= len(program.forward)
@@ -62,11 +61,10 @@ def without_repetitions(program: Program) -> Program:
             is_there = not in_backward or all(b in there for _, b in pairs)
             if earlier is not operation and is_there and all(a not in program.results for a, _ in pairs):
                 same |= dict(pairs)
+                made.append(None)
                 continue
+        made.append(operation)
         if in_backward:
-            backward.append(operation)
             there.update(operation.makes)
-        else:
-            forward.append(operation)
     wanted = tuple(name and same.get(name, name) for name in program.wanted)
-    return keeping(replace(program, forward=forward, backward=backward, wanted=wanted))
+    return keeping(replace(program.with_operations(made), wanted=wanted))
