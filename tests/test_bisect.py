@@ -117,8 +117,13 @@ def test_the_command(plant, monkeypatch):
     assert SINE in result.output
 
 
-def test_where_nothing_is_rewritten(monkeypatch):
-    monkeypatch.setattr(backends, "generates_kernels", lambda device: False)
+@pytest.mark.parametrize("missing", ["gpu", "triton"])
+def test_where_nothing_is_rewritten(plant, missing, monkeypatch):
+    plant()
+    if missing == "gpu":
+        monkeypatch.setattr(backends, "generates_kernels", lambda device: False)
+    else:
+        monkeypatch.setattr("fastlayers.patching.measure.bisect.find_spec", lambda name: None)
     report = bisect(Block())
     assert report.ok
     assert "no call was recorded" in report.summary()

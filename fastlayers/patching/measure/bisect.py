@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class BisectReport(Report):
     def summary(self) -> str:
         """One line: how many programs were rewritten, and whether they give the same."""
         if not self.programs:
-            return "bisect: no call was recorded for which kernels are generated; they need a GPU"
+            return "bisect: no call was recorded for which kernels are generated; these need a GPU and Triton"
         wrong = f"{len(self.faults)} of them give something else" if self.faults else "all give the same"
         return f"bisect: {self.programs} programs were rewritten, {wrong}"
 
@@ -87,14 +88,16 @@ def bisect_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> BisectReport:
     """Find what makes the recorded programs of a model give something else than torch's operations.
 
     The model runs patched until its calls are recorded. Each program runs then as it was recorded and as the passes
-    leave it, on the same values. Where results or gradients differ, the passes are switched off from the last one on
-    until they agree; then the last one that makes a difference is kept from one operation after the other.
+    leave it, on the same values. Where results or gradients differ, a search over the passes finds the first one after
+    which they do, and a search over the operations that it may change the first one with which they do.
 
     Args:
         model: any module, as :func:`verify_patch` takes it.
         inputs, kwargs: the arguments of the model.
     """
-    from fastlayers.patching.fusion.passes import watched  # needs Triton
+    if find_spec("triton") is None:  # Nothing is rewritten, and the passes cannot be loaded.
+        return BisectReport(0, ())
+    from fastlayers.patching.fusion.passes import watched
 
     model, in_patched = unwrap(model)
     faults: list[Fault | None] = []
