@@ -44,7 +44,7 @@ from fastlayers.patching.program.tape import Tape
 from fastlayers.patching.reasons import PatchWarning, Refusal
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.entries import no_regions
-from fastlayers.patching.regions.region import MAX_RECORDINGS, Region, region_class, size_of
+from fastlayers.patching.regions.region import FREE, Region, region_class, size_of
 
 
 class Attention(nn.Module):
@@ -612,21 +612,37 @@ def test_blocks_that_differ_in_a_number_share_their_class(runs):
     assert len(type(blocks[0]).__fastlayers_region__.readers) == 1
 
 
-def test_a_signature_of_its_own_for_each_shape(runs, monkeypatch):
+def test_shapes_that_keep_changing_are_recorded_ever_later(runs, monkeypatch):
+    """The fourth one at its second call, the fifth at its fourth, and so on."""
     module = Block()
     region = in_regions(module)
-    traced = traces(monkeypatch)
-    for _ in range(3):
-        for length in range(1, MAX_RECORDINGS + 3):
+    for number, calls in enumerate((1, 1, 1, 2, 4, 8), start=1):
+        for call in range(1, calls + 1):
+            runs.clear()
+            same(module, region, tokens(2, number, 16))
+            assert runs == [True] * (call == calls)
+    monkeypatch.setattr(regions, "PAYING", 5)
+    for _ in range(20):  # which pay for four of the six
+        same(module, region, tokens(2, 3, 16))
+    runs.clear()
+    same(module, region, tokens(2, 9, 16))
+    assert runs == [True]
+
+
+def test_alike_layers_share_what_changing_shapes_may_cost(runs):
+    known = {}
+    stock = [Block() for _ in range(4)]
+    layers = [in_regions(block, known) for block in stock]
+    for length in range(1, 9):
+        for module, region in zip(stock, layers, strict=True):
             same(module, region, tokens(2, length, 16))
-    assert runs == [True] * MAX_RECORDINGS + [False] * (2 * MAX_RECORDINGS)  # the others run op by op
-    assert len(traced) == MAX_RECORDINGS  # and nothing is tried for them again
+    assert runs == [*[True, False, False, False] * 3]  # not once more by each layer
 
 
 def test_many_layers_of_one_class(runs):
     """Each has its own widths."""
     known = {}
-    stock = [Block(4 * i) for i in range(1, MAX_RECORDINGS + 3)]
+    stock = [Block(4 * i) for i in range(1, 10 * FREE + 3)]
     layers = [in_regions(block, known) for block in stock]
     for _ in range(2):
         for i, (module, region) in enumerate(zip(stock, layers, strict=True), start=1):
@@ -645,7 +661,7 @@ def test_a_hook_from_the_start(runs, monkeypatch):
     for _ in range(2):
         other(x)
     handle = module[0].register_forward_hook(lambda *_: None)
-    for _ in range(MAX_RECORDINGS + 5):
+    for _ in range(10 * FREE + 5):
         module(x)
     assert len(traced) < 5
     assert len(runs) == 2
@@ -955,7 +971,8 @@ def test_second_derivatives(make, device):
         torch.testing.assert_close(a, b)
 
 
-def test_one_tensor_given_twice(runs):
+def test_one_tensor_given_twice(runs, monkeypatch):
+    monkeypatch.setattr(regions, "FREE", 4)
     torch.manual_seed(0)
     module = Cross()
     region = in_regions(module)

@@ -151,6 +151,7 @@ class Entry:
         draws: whether the code draws random numbers.
         derivative: autograd's graph of the forward, or the reason why there is none.
         differentiated: whether a backward of such a call was differentiated. From then on they run op by op.
+        calls: how many ran as a region.
         apart: whether such calls run op by op since some result got no gradient, which generated kernels do not serve.
     """
 
@@ -179,6 +180,7 @@ class Entry:
     draws: bool = False
     derivative: Derivative | Refusal | None = None
     differentiated: bool = False
+    calls: int = 0
     apart: bool = False
     _partial: dict[frozenset[int], tuple[Executor, list[int]] | None] = field(default_factory=dict)
 
