@@ -81,13 +81,13 @@ pytest: $(ENV)  ## the tests alone, on the build that is there
 test-libraries: $(CORPUS_ENV)  ## environment in .venv-corpus, then the tests that need its libraries too: minutes
 	@# hydra 1.0.7, which lightly needs, brings a plugin that Python 3.11 cannot import.
 	PYTHONPATH=. HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m pytest -p no:hydra_pytest \
-	    $(wildcard tests/test_patching*.py) tests/test_networks.py tests/test_trainers.py tests/test_preference.py \
-	    tests/test_integrations.py
-	PYTHONPATH=. HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m pytest -p no:hydra_pytest tests/test_examples.py -k fine_tuning
+	    tests/patching $(addprefix --ignore=tests/patching/,fusion regions test_sequences.py test_tools.py) \
+	    tests/integrations tests/ops/test_preference.py tests/benchmarks/test_networks.py
+	PYTHONPATH=. HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m pytest -p no:hydra_pytest tests/examples/test_examples.py -k fine_tuning
 
 test-corpus: test-libraries  ## and then patch every model of the corpus and compare: two hours
 	@# Interrupted, it goes on where it was. The whole, not a part that ARGS choose, writes TABLE.md and PACKAGES.md.
-	PYTHONPATH=.:tests HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m corpus $(ARGS)
+	PYTHONPATH=. HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m tests.corpus $(ARGS)
 
 $(CORPUS_ENV):
 	@$(INSTALL) $(CORPUS) -r $(LIBRARIES)
@@ -97,7 +97,7 @@ $(CORPUS_ENV):
 	@touch $@
 
 test-tools: $(TOOLS_ENV)  ## environment in .venv-tools, then 70 tools of other people on a patched model
-	PYTHONPATH=. $(TOOLS)/bin/python -m pytest tests/test_tools.py $(ARGS)
+	PYTHONPATH=. $(TOOLS)/bin/python -m pytest tests/patching/test_tools.py $(ARGS)
 
 $(TOOLS_ENV):
 	@$(INSTALL) $(TOOLS) -r tests/tools.txt
@@ -123,7 +123,7 @@ regions:
 
 test-gpu: fastlayers/_C.so regions  ## the tests on a GPU, and what Triton kernels spill, with the python3 that is there
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
-	PYTHONPATH=. $(PYTHON) -m pytest tests/triton_kernels/compile_all.py $(ARGS)
+	PYTHONPATH=. $(PYTHON) -m pytest tests/kernels/compile_all.py $(ARGS)
 
 # FASTLAYERS_RANDOM_SEED chooses other calls. Those that fail are kept in build/random_failures.jsonl.
 test-random: fastlayers/_C.so regions  ## 10,000 random calls against float64 on a GPU: ARGS='-n 12' shares them among processes
@@ -131,13 +131,13 @@ test-random: fastlayers/_C.so regions  ## 10,000 random calls against float64 on
 	    $(PYTHON) -m pytest -m gpu tests/test_random_cases.py $(ARGS)
 
 test-sanitizer: fastlayers/_C.so regions  ## compute-sanitizer over every kernel on a GPU: ARGS='--tools memcheck --ops softmax,mul'
-	PYTHONPATH=.:tests $(PYTHON) -m sanitizer $(ARGS)
+	PYTHONPATH=. $(PYTHON) -m tests.sanitizer $(ARGS)
 
 test-asan: $(ENV)  ## AddressSanitizer and UBSan over the CPU kernels: minutes
 	FASTLAYERS_CUDA_ARCHS= CXX='g++ -g1 -fsanitize=address,undefined -fno-sanitize=vptr' $(PY) -m fastlayers build
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 OMP_WAIT_POLICY=passive \
-	    $(PY) -m pytest -n 2 -k cpu tests/contract tests/test_cpu_math.py tests/test_cpu_norms.py tests/test_random_cases.py $(ARGS)
+	    $(PY) -m pytest -n 2 -k cpu tests/contract tests/csrc/test_cpu_math.py tests/csrc/test_cpu_norms.py tests/test_random_cases.py $(ARGS)
 
 bench: fastlayers/_C.so regions  ## the benchmarks on a GPU, with the python3 that is there
 	PYTHONPATH=. $(PYTHON) -m benchmarks run $(ARGS)

@@ -367,7 +367,7 @@ def product_tflops(device: torch.device, size: int = 8192, calls: int = 8) -> fl
 
 def kind(name: str, fused: frozenset[str]) -> str:
     """The kind of a kernel by its name. ``fused`` are the names of the Triton kernels of fastlayers and Liger."""
-    if "fastlayers" in name or name in fused:
+    if "fastlayers" in name or name in fused or name.startswith("fused_"):  # the last ones are generated
         return FUSED
     return next((kind for kind, pattern in PATTERNS.items() if pattern.search(name)), OTHER)
 

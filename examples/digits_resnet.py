@@ -144,6 +144,7 @@ def main(epochs: int, device: str | None, out: Path) -> None:
     picture = out / "digits_resnet.png"
     draw_curves(phases, PANELS, picture)
     console.print(f"training curves in {picture}")
+    console.print(patch_report(network).summary())  # which also says what ran
 
     console.rule("6. Time both", align="left")
     console.print(compare_speed(stock, network, digits))

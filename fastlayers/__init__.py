@@ -6,6 +6,7 @@ from fastlayers.graphs import graph_model, graph_report, ungraph_model
 from fastlayers.modules import *  # noqa: F403  (its __all__: the layers and DROP_IN)
 from fastlayers.patching import (
     compile_report,
+    explain,
     fold_batch_norm,
     patch_model,
     patch_report,
@@ -22,6 +23,7 @@ from fastlayers.version import __version__ as __version__
 
 __all__ = [
     "compile_report",
+    "explain",
     "fold_batch_norm",
     "functional",
     "graph_model",

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import draw
 import pytest
 import torch
 
@@ -21,6 +20,7 @@ from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.rewrite.classes import Generated
 from fastlayers.patching.runtime.checks import rewritten_everywhere
+from tests import draw
 
 regions.RAISE_ERRORS = lint.ENABLED = True
 
@@ -39,7 +39,12 @@ CACHED = 2**30
 #: Held by the one test that takes most of the GPU's memory.
 LARGE_TEST = Path(tempfile.gettempdir()) / "fastlayers-gpu-memory.lock"
 #: The tests of these files wait for processes of their own, some for minutes; the first one named takes longest.
-LONGEST = ("test_triton_kernels[compiled]", "test_triton.py", "test_triton_interpreter.py", "test_examples.py")
+LONGEST = (
+    "test_triton_kernels[compiled]",
+    "kernels/test_kernels.py",
+    "contract/test_triton_interpreter.py",
+    "examples/test_examples.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,6 +76,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = long_ones_first(kept, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
 
 
+def file_of(item: pytest.Item) -> str:
+    """The file of a test and the folder that it is in."""
+    return "/".join(item.path.parts[-2:])
+
+
 def long_ones_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """Gives every worker of xdist, which takes an equal part of the list, some of the longest tests to begin with.
 
@@ -78,11 +88,11 @@ def long_ones_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]
     """
 
     def place(item: pytest.Item) -> int:
-        return next((i for i, name in enumerate(LONGEST) if name in (item.name, item.path.name)), len(LONGEST))
+        return next((i for i, name in enumerate(LONGEST) if name in (item.name, file_of(item))), len(LONGEST))
 
     first = sorted((item for item in items if place(item) < len(LONGEST)), key=place)
     # The examples share a process: one worker takes them all.
-    shared = [item for item in first if item.path.name == LONGEST[-1]]
+    shared = [item for item in first if file_of(item) == LONGEST[-1]]
     alone = first[: len(first) - len(shared)]
     others = iter([item for item in items if place(item) == len(LONGEST)])
     found: list[pytest.Item] = []
@@ -161,27 +171,6 @@ def _depends_on_no_other_test() -> Iterator[None]:
     after = process_wide_state()
     changed = {name: (value, after[name]) for name, value in before.items() if after[name] != value}
     assert not changed, f"this test changes process-wide state: {changed}"
-
-
-@pytest.fixture(autouse=True)
-def _torch_answers_on_a_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests of patching compare with stock torch to the bit, so that no kernel for CPUs serves there unasked.
-
-    What patched models answer with these kernels is tested where a file or a test is marked ``cpu_kernels``.
-    """
-    if not request.path.name.startswith("test_patching") or request.node.get_closest_marker("cpu_kernels"):
-        yield
-        return
-
-    def choose(device: torch.device) -> str:
-        return "eager" if device.type == "cpu" and backends.get_backend() is None else chosen(device)
-
-    chosen = backends.choose
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "choose", choose)
-        backends.changed()
-        yield
-    backends.changed()
 
 
 @pytest.fixture

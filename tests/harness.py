@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from ops import OPS, Call, Input, Op, Sample, contiguous
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
 
 from fastlayers import backends
+from tests.table import OPS
+from tests.table.sample import Call, Input, Op, Sample, contiguous
 
 _NO_GPU = "torch sees no CUDA device"
 _gpu_marks = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=_NO_GPU))

@@ -1,6 +1,6 @@
 """Random calls of every op: shapes, strides, storage offsets, dtypes and options, as strategies of hypothesis.
 
-A call is a :class:`ops.Sample` whose parts can be written as JSON, so that one that failed is kept as a line of text,
+A call is a :class:`Sample` whose parts can be written as JSON, so that one that failed is kept as a line of text,
 whatever becomes of the strategies.
 """
 
@@ -12,28 +12,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import ops
 import torch
 from hypothesis import strategies as st
-from ops import Input, Op, Sample
 from torch import Tensor
 
-HALF = ops.HALF
+from tests.table.activations import BARE, STOCK_ACTS, times
+from tests.table.batch_norm import ACTIVATIONS
+from tests.table.divergences import log_probabilities, rows_ignored
+from tests.table.elementwise import few_values
+from tests.table.losses import classes, some_ignored
+from tests.table.sample import FLOATING, Input, Op, Sample, constant, keep_most, normal, positive
+
 Draw = Callable[[Any], Any]
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 VALUES: dict[str, Callable[..., Any]] = {
-    "normal": lambda: ops.normal,
-    "positive": lambda: ops.positive,
-    "times": ops.times,
-    "constant": ops.constant,
-    "classes": ops.classes,
-    "some_ignored": ops.some_ignored,
-    "rows_ignored": lambda: ops.rows_ignored,
-    "keep_most": lambda: ops.keep_most,
-    "few_values": lambda: ops.few_values,
-    "log_probabilities": lambda: ops.log_probabilities,
+    "normal": lambda: normal,
+    "positive": lambda: positive,
+    "times": times,
+    "constant": constant,
+    "classes": classes,
+    "some_ignored": some_ignored,
+    "rows_ignored": lambda: rows_ignored,
+    "keep_most": lambda: keep_most,
+    "few_values": lambda: few_values,
+    "log_probabilities": lambda: log_probabilities,
 }
 
 
@@ -396,13 +400,13 @@ def affine(draw: Draw, channels: int) -> tuple[Input | None, Input | None]:
 def group_norm(draw: Draw, sizes: Sizes) -> Arguments:
     shape = image(draw, sizes, (1, 3), LEAST)
     groups = draw(st.sampled_from([g for g in range(1, shape[1] + 1) if shape[1] % g == 0]))
-    act = one_of(draw, *ops.ACTIVATIONS) if chance(draw, 50) else None
+    act = one_of(draw, *ACTIVATIONS) if chance(draw, 50) else None
     return (tensor(draw, shape, chance(draw, 30)), groups, *affine(draw, shape[1])), {"act": act} if act else {}
 
 
 def instance_norm(draw: Draw, sizes: Sizes) -> Arguments:
     shape = image(draw, sizes, (1, 3), LEAST)
-    act = one_of(draw, *ops.ACTIVATIONS) if chance(draw, 40) else None
+    act = one_of(draw, *ACTIVATIONS) if chance(draw, 40) else None
     return (tensor(draw, shape, chance(draw, 30)), None, None, *affine(draw, shape[1])), {"act": act} if act else {}
 
 
@@ -415,7 +419,7 @@ def batch_norm(training: bool) -> Callable[[Draw, Sizes], Arguments]:
         x = tensor(draw, shape, wild)
         kwargs: dict[str, Any] = {}
         if chance(draw, 50):
-            kwargs["act"] = one_of(draw, *ops.ACTIVATIONS)
+            kwargs["act"] = one_of(draw, *ACTIVATIONS)
         if chance(draw, 40):
             alike = Input(shape, x.layout, NORMAL)
             kwargs["residual"] = alike if chance(draw, 70) else tensor(draw, shape, wild, NORMAL)
@@ -429,7 +433,7 @@ def batch_norm(training: bool) -> Callable[[Draw, Sizes], Arguments]:
 
 
 def act_of(draw: Draw) -> str:
-    return one_of(draw, *(act for act in ops.STOCK_ACTS if act is not None))
+    return one_of(draw, *(act for act in STOCK_ACTS if act is not None))
 
 
 def bias_act(draw: Draw, sizes: Sizes) -> Arguments:
@@ -638,7 +642,7 @@ BUILDERS: dict[str, Callable[[Draw, Sizes], Arguments]] = {
     "batch_norm": batch_norm(training=True),
     "batch_norm_eval": batch_norm(training=False),
     "bias_act": bias_act,
-    **{op.name: bare for op in ops.BARE},
+    **{op.name: bare for op in BARE},
     "swiglu": two,
     "geglu": geglu,
     "reglu": two,
@@ -662,7 +666,7 @@ NO_JUDGE = {"js_div_logits": (torch.float64,), "linear_divergence": (torch.float
 
 
 @st.composite
-def random_cases(draw: Draw, op: Op, sizes: Sizes, dtypes: Sequence[torch.dtype] = ops.FLOATING) -> Case:
+def random_cases(draw: Draw, op: Op, sizes: Sizes, dtypes: Sequence[torch.dtype] = FLOATING) -> Case:
     args, kwargs = BUILDERS[op.name](draw, sizes)
     judged = [dtype for dtype in op.dtypes if dtype in dtypes and dtype not in NO_JUDGE.get(op.name, ())]
     # The name is the seed of the values.

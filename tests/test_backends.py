@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from harness import DEVICES, PLACES, answer, assert_close
-from ops import ADD_RELU, OPS, SOFTMAX
 
 from fastlayers import backends, functional
 from fastlayers.backends import BackendError
 from fastlayers.build import BuildInfo
 from fastlayers.ops import softmax
+from tests import ROOT
+from tests.harness import DEVICES, PLACES, answer, assert_close
+from tests.table import OPS
+from tests.table.elementwise import ADD_RELU
+from tests.table.softmax import SOFTMAX
 
-ROOT = Path(__file__).parents[1]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 has_cpu_kernels = pytest.mark.skipif(backends.problem("cpu") is not None, reason="csrc was not built")
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from fastlayers import build as builder
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests import ROOT
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-import draw
 import pytest
 import torch
+
+from tests import ROOT, draw
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-ROOT = Path(__file__).parents[1]
 
 
 class Case:

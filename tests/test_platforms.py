@@ -20,12 +20,13 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests import ROOT
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [*sorted((ROOT / "fastlayers").rglob("*.py")), ROOT / "setup.py"]
 SYSTEMS = {"darwin": "macOS", "win32": "Windows"}
 REASON = "the C++ and CUDA kernels are built on Linux only, and this is {}"

@@ -15,15 +15,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import INTERPRETER, PLACES, Place, check_answer
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from ops import FLOATING, OPS, Op
-from random_cases import BUILDERS, Case, Sizes, random_cases
 
 from fastlayers.backends import BackendError
+from tests import ROOT
+from tests.harness import INTERPRETER, PLACES, Place, check_answer
+from tests.random_cases import BUILDERS, Case, Sizes, random_cases
+from tests.table import OPS
+from tests.table.sample import FLOATING, Op
 
 KEPT = Path(__file__).with_name("random_failures.jsonl")
-FAILURES = Path(os.environ.get("FASTLAYERS_RANDOM_FAILURES", Path(__file__).parents[1] / "build/random_failures.jsonl"))
+FAILURES = Path(os.environ.get("FASTLAYERS_RANDOM_FAILURES", ROOT / "build/random_failures.jsonl"))
 ASKED = os.environ.get("FASTLAYERS_RANDOM_CASES")
 CASES = int(ASKED or 400)
 #: Without a GPU these tests show that the calls are valid ones, and that the ops answer as torch does.

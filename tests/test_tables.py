@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -24,10 +24,10 @@ from fastlayers.graphs.report import GraphReport, GraphRow
 from fastlayers.patching import Reason
 from fastlayers.patching.measure.profile import Measurement, ProfileReport
 from fastlayers.patching.measure.verify import Comparison, VerifyReport
-from fastlayers.patching.report import PatchReport, Row
+from fastlayers.patching.report import PatchReport, RegionRow, Row, SignatureRow
 from fastlayers.tables import Table
+from tests import ROOT
 
-ROOT = Path(__file__).parents[1]
 WIDTHS = (80, 120)
 #: Of a console in which nothing has to wrap.
 ENOUGH = 10_000
@@ -47,12 +47,18 @@ MODULES = (
     ),
     Row("encoder.pooler", "ModernBertPooler", reason=Reason.CHANGES_STATE, detail="assigns self.the_hidden_states"),
 )  # fmt: skip
+RAN = RegionRow(
+    "BasicBlock",
+    (SignatureRow("16x64x56x56 bfloat16; training", 1200, (140, 92), (3 * 2**30, 2**30), ("fused_add_relu",)),),
+    ((Reason.SEEN_ONCE, "3 signatures"),),
+)
 DIFFERING = tuple(
     Comparison(f"grad of encoder.layer.{i}.attention.output.LayerNorm.weight", 1.2345e-5, 1e-6) for i in range(20)
 )
 STEP = Measurement(10.0, 0.1, {"norm": 1.0, "elementwise": 20.5}, 1200, 2**32)
 REPORTS = {
     "patch": PatchReport(MODULES, "DigitsResNet", unmatched=("nowhere.*",)),
+    "after calls": PatchReport(tuple(replace(row, region=RAN) for row in MODULES), "DigitsResNet"),
     "plan with details": PatchReport(
         tuple(Row(row.fqn, row.was, row.became, row.fused, row.reason, row.detail) for row in MODULES), details=True
     ),
@@ -162,7 +168,7 @@ def test_columns_that_do_not_fit_are_below_the_others(monkeypatch):
     ]
 
 
-PROGRAM = "import sys, test_tables; print(test_tables.REPORTS['patch']); test_tables.cli.main(['info'])"
+PROGRAM = "from tests import test_tables; print(test_tables.REPORTS['patch']); test_tables.cli.main(['info'])"
 
 
 @pytest.mark.slow
@@ -171,7 +177,7 @@ def test_the_width_is_that_of_the_terminal_and_120_in_a_pipe(width, in_terminal)
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 80, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "TERM": "xterm"}
+    environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
     stdout = theirs if in_terminal else subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=theirs, stdout=stdout, env=environment) as process:
         os.close(theirs)

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICES, Answer, Place, answer, assert_close, gradients_of, needs_gpu, outputs, same_bits
-from ops import OPS, Op, Sample
 from torch import Tensor, nn
 
 import fastlayers
+from tests.harness import DEVICES, Answer, Place, answer, assert_close, gradients_of, needs_gpu, outputs, same_bits
+from tests.table import OPS
+from tests.table.sample import Op, Sample
 
 #: Ops with products: cuBLAS may choose another algorithm on another stream.
 PRODUCTS = ("linear", "gated_linear", "linear_cross_entropy")

@@ -45,7 +45,7 @@ HOST_BARS = {"host_forward": 1.5, "host_training": 1.3}
 def dropout(*shape: int, dtype: torch.dtype = torch.bfloat16, **fields) -> Case:
     """The gradient of the residual is the incoming gradient and costs nothing.
 
-    Each contestant draws its own mask, so results are not compared here. tests/test_residual.py does that.
+    Each contestant draws its own mask, so results are not compared here. tests/ops/test_residual.py does that.
     """
     return Case(DROPOUT_ADD, (Input(shape), Input(shape)), dtype, "3b", "2b", tolerance=math.inf, **fields)
 

@@ -1,5 +1,5 @@
 // exp, log and what follows from them, on vectors. In float32 by polynomials; in float64 by the C library, lane by lane. NaN stays NaN.
-// The relative errors are those measured over the whole range (tests/test_cpu_math.py).
+// The relative errors are those measured over the whole range (tests/csrc/test_cpu_math.py).
 #pragma once
 
 #include <cmath>

@@ -18,7 +18,7 @@ from fastlayers.patching.capture.syntax import containers_in, contents, same_ite
 from fastlayers.patching.plan import refuse_kind
 from fastlayers.patching.program.program import storage
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.regions.entries import random_state
+from fastlayers.patching.regions.entries import described, random_state
 from fastlayers.patching.regions.patterns import NONE, flatten
 from fastlayers.patching.regions.results import OpaqueError, Taken, put_together, take_apart
 from fastlayers.patching.rewrite.classes import become, check_subclassing, is_sharded, seal
@@ -287,20 +287,6 @@ def key_of(module: nn.Module, pattern: Any, given: list[Tensor]) -> Any:
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
     )
-
-
-def described(module: nn.Module, given: list[Tensor]) -> str:
-    """A signature in words: shapes, dtypes, modes."""
-    shapes = ", ".join(f"{'x'.join(map(str, t.shape)) or 'scalar'} {short(t.dtype)}" for t in given)
-    modes = ["training" if module.training else "eval"]
-    modes += [] if torch.is_grad_enabled() else ["inference_mode" if torch.is_inference_mode_enabled() else "no_grad"]
-    if torch.is_autocast_enabled("cuda"):
-        modes.append(f"autocast {short(torch.get_autocast_dtype('cuda'))}")
-    return f"{shapes}; {', '.join(modes)}"
-
-
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # -- the class ---------------------------------------------------------------------------------------------------------

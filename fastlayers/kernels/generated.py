@@ -11,6 +11,7 @@ from __future__ import annotations
 import linecache
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
@@ -19,9 +20,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
-from fastlayers.kernels import activations
 from fastlayers.kernels.affine import Index
 from fastlayers.kernels.indexing import INT32_EXTENT
 from fastlayers.kernels.launch import Launch, Producer, Result, cdiv, multiprocessors
@@ -30,6 +29,7 @@ __all__ = [
     "COMPARISONS",
     "FAST",
     "FORMULAS",
+    "IMPORTS",
     "INTERPRETED",
     "LONGEST_ROW",
     "NAMES",
@@ -66,8 +66,9 @@ LONGEST_ROW = 4096
 #: multiprocessors, three on some and two on others, took twice the time of their reads. EVEN is by how much the busiest
 #: may have more than the mean.
 PROGRAMS, LEAST, EVEN = 2, 2, 1.15
-#: Letters of a kernel's name.
+#: Letters of what the name of a kernel says that it computes, and operations that such a name leaves out.
 LONGEST_NAME = 80
+UNNAMED = frozenset({"to", "to_copy", "clone", "contiguous", "full", "scalar_tensor"})
 
 NAMES = {
     torch.float64: "tl.float64", torch.float32: "tl.float32", torch.float16: "tl.float16",
@@ -86,9 +87,16 @@ def accumulator_of(dtype: torch.dtype) -> torch.dtype:
 
 # -- formulas ----------------------------------------------------------------------------------------------------------
 
-_scope = {"tl": tl, "triton": triton, "libdevice": libdevice} | {
-    name: getattr(activations, name) for name in ("fast_exp", "fast_normal_cdf", "fast_sigmoid", "tanh", "twice_inner")
-}
+#: What a kernel may use.
+IMPORTS = """\
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from fastlayers.kernels.activations import fast_exp, fast_normal_cdf, fast_sigmoid, tanh, twice_inner
+"""
+_scope: dict[str, Any] = {}
+exec(IMPORTS, _scope)
 
 
 def call(name: str, x: str) -> str:
@@ -318,7 +326,7 @@ class Code:
         self._known: dict[str, str] = {}
 
     def stands_for(self, operation: str) -> None:
-        """Note an operation of torch that this computes, for the name of the kernel, which profilers show."""
+        """Note an operation that this computes, for the name of the kernel, which profilers show."""
         self.operations[operation.partition(".")[0].strip("_")] = None
 
     def let(self, expression: str) -> str:
@@ -405,7 +413,7 @@ def compiled(source: str) -> Any:
 
 
 class Kernel(Producer):
-    """A generated kernel.
+    """A generated kernel, called as its function is.
 
     Args:
         source: its function: of the results, the inputs, the numbers and the constants.
@@ -416,8 +424,6 @@ class Kernel(Producer):
         constants: those that it does depend on.
         warps: those of a program.
     """
-
-    __name__ = "generated"
 
     def __init__(
         self,
@@ -431,6 +437,7 @@ class Kernel(Producer):
         warps: int,
     ) -> None:
         self.source, self.results, self.dtypes, self.device = source, tuple(results), tuple(dtypes), device
+        self.__name__ = re.search(r"def (\w+)", source)[1]  # type: ignore[index]
         self.absent = ()
         self._arguments, self._warps = (programs, tuple(numbers), tuple(constants)), warps
 
@@ -438,6 +445,11 @@ class Kernel(Producer):
     def launch(self) -> Launch:  # type: ignore[override]
         """The launch of its function, which Triton is not given before: most of what is considered is not used."""
         return Launch(compiled(self.source), *self._arguments, self._warps, exact=True)
+
+    def at(self, place: str) -> Kernel:
+        """The same kernel, whose name also says where what it computes is written."""
+        source = self.source.replace(self.__name__, f"{self.__name__}__{place}", 1)
+        return shared(source, self.results, self.dtypes, *self._arguments, self.device, self._warps)
 
     def compile(self) -> None:
         """Compile it for aligned inputs, as its first call would."""
@@ -449,10 +461,12 @@ class Kernel(Producer):
 
 
 def function_source(
-    kind: str, operations: Iterable[str], outputs: int, inputs: int, numbers: str, constants: str, lines: Sequence[str]
+    operations: Iterable[str], outputs: int, inputs: int, numbers: str, constants: str, lines: Sequence[str]
 ) -> str:
-    """The function of a kernel, which profilers show by its kind and what it computes."""
-    name = "_".join(("fastlayers", kind, *operations))[:LONGEST_NAME].rstrip("_")
+    """The function of a kernel, which profilers show by what it computes."""
+    computed = [operation for operation in operations if operation not in UNNAMED] or ["copy"]
+    while len(name := "_".join(("fused", *computed))) > LONGEST_NAME:
+        computed.pop()
     arguments = [*(f"out{i}" for i in range(outputs)), *(f"in{i}" for i in range(inputs)), *numbers.split(", ")]
     arguments += [f"{constant}: tl.constexpr" for constant in constants.split()]
     return f"@triton.jit\ndef {name}({', '.join(filter(None, arguments))}):\n" + "".join(
@@ -479,7 +493,7 @@ def pointwise(
         *(f"tl.store(out{i} + x, ({t}).to(out{i}.dtype.element_ty), mask=inside)" for i, t in enumerate(stores)),
     ]
     n = code.sizes["x"]
-    source = function_source("pointwise", code.operations, len(results), len(dtypes), "n", "INDEX TILE", lines)
+    source = function_source(code.operations, len(results), len(dtypes), "n", "INDEX TILE", lines)
     return shared(source, tuple(results), tuple(dtypes), cdiv(n, TILE), (n,), (index_type(extent, n), TILE), device)
 
 
@@ -499,7 +513,7 @@ def casts(
             f"    tl.store(out{i} + x{i}, y{i}, mask=x{i} < {count})",
         ]
         first = last
-    source = function_source("casts", (), len(results), len(dtypes), "", "TILE", lines)
+    source = function_source(("casts",), len(results), len(dtypes), "", "TILE", lines)
     return shared(source, tuple(results), tuple(dtypes), first, (), (TILE,), device)
 
 
@@ -560,9 +574,8 @@ def reduction(
             for i, total in enumerate(totals)
         ),
     ]
-    source = function_source(
-        "reduction", code.operations, len(results) + len(stores), len(dtypes), "n, chunk, end", "INDEX X R", lines
-    )
+    count = len(results) + len(stores)
+    source = function_source(code.operations, count, len(dtypes), "n, chunk, end", "INDEX X R", lines)
     made = list(results) if shares == 1 else [Result((shares, kept), (kept, 1), wide) for _ in results]
     made += [result for *_, result in stores]
     constants = index_type(extent, kept * reduced), width, depth
@@ -619,7 +632,7 @@ def rows(
     for i, place, local, of_row in stores:
         place, mask = (f"({place}) + 0 * r", "inside & (r == 0)") if of_row else (f"({in_block(place)})", "inside")
         lines.append(f"tl.store(out{i} + {place}, ({local}).to(out{i}.dtype.element_ty), mask={mask})")
-    source = function_source("rows", code.operations, len(results), len(dtypes), "n, end", "INDEX X R", lines)
+    source = function_source(code.operations, len(results), len(dtypes), "n, end", "INDEX X R", lines)
     constants = index_type(extent, kept * length), width, depth
     warps = max(WARPS, depth * width // (32 * ELEMENTS))
     return shared(source, tuple(results), tuple(dtypes), cdiv(kept, width), (kept, length), constants, device, warps)

@@ -1,6 +1,7 @@
 """patch_model: fused layers in any PyTorch model, undone as easily."""
 
 from fastlayers.patching.api import (
+    explain,
     fold_batch_norm,
     patch_model,
     patch_report,
@@ -17,7 +18,7 @@ from fastlayers.patching.measure.profile import Measurement, ProfileReport, prof
 from fastlayers.patching.measure.verify import Comparison, VerifyReport, verify_patch
 from fastlayers.patching.plan import patched, unpatched
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
-from fastlayers.patching.report import PatchReport, Row
+from fastlayers.patching.report import PatchReport, RegionRow, Row, SignatureRow
 from fastlayers.patching.rules import register_rule
 from fastlayers.patching.rules.base import GraphRule, Match, ModuleRule
 
@@ -35,11 +36,14 @@ __all__ = [
     "ProfileReport",
     "Reason",
     "Refusal",
+    "RegionRow",
     "Row",
+    "SignatureRow",
     "VerifyReport",
     "View",
     "compile_report",
     "dynamo_backend",
+    "explain",
     "fold_batch_norm",
     "patch_model",
     "patch_report",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +23,15 @@ from fastlayers.patching.plan import (
     warn_of_stuck,
 )
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.regions.region import errors_of
+from fastlayers.patching.regions.explanation import explained
+from fastlayers.patching.regions.rows import region_of, rows_of
 from fastlayers.patching.report import PatchReport
-from fastlayers.patching.rewrite.classes import become, is_folded, without_sharding
+from fastlayers.patching.rewrite.classes import become, is_folded, is_patched, without_sharding
 from fastlayers.patching.runtime.checks import original_class
 from fastlayers.patching.runtime.folded_layers import forget
 
 __all__ = [
+    "explain",
     "fold_batch_norm",
     "patch_model",
     "patch_report",
@@ -126,27 +130,62 @@ def patch_model(
     return model
 
 
-def patch_report(model: nn.Module, *, example_inputs: Any = None, details: bool = False) -> PatchReport:
-    """Report the present state of a model: what is patched, and why the rest is not.
+def patch_report(model: nn.Module, *, details: bool = False) -> PatchReport:
+    """Report the present state of a model: what is patched, why the rest is not, and after the first calls what runs.
 
     Args:
         model: any module.
-        example_inputs: as for :func:`plan_patch`, for an estimate of the bytes that each row saves a step.
         details: print a line for each module; else equal ones share a line.
 
     Returns:
         A report in which only patched modules have a ``became``. A module that :func:`patch_model` could still patch is
-        listed as not selected.
+        listed as not selected. Rows of modules whose calls run as regions, or might, say so.
     """
     plan = make_plan(model)
     rows = []
+    regions = rows_of(model)
     for step in plan.steps:
         pending = step.row.became is not None and not stays_patched(step.module)
         row = left_alone(step.row, Refusal(Reason.NOT_SELECTED)) if pending else step.row
-        failed = tuple((Reason.RECORDING_FAILED, error) for error in errors_of(step.module))
-        rows.append(replace(row, left=(*row.left, *failed)))
-    report = PatchReport(tuple(rows), plan.report.model, details=details)
-    return report if example_inputs is None else with_bytes(report, model, example_inputs)
+        region = region_of(step.module)
+        if region is not None:
+            failed = tuple((Reason.RECORDING_FAILED, error) for error in region.errors)
+            row = replace(row, left=(*row.left, *failed), region=regions.get(region))
+        rows.append(row)
+    return PatchReport(tuple(rows), plan.report.model, details=details)
+
+
+@contextmanager
+def explain(model: nn.Module) -> Iterator[None]:
+    """Print what the calls of a patched model in a ``with`` block run, when it ends.
+
+    For each recorded program whose calls ran, or that was recorded, in the block: its class and the place of its
+    forward, the signature, the number of calls, an estimate of the kernels launched and bytes moved by each, and the
+    program as Python that runs, with the source of its generated kernels. Above the operations of a program that was
+    recorded in the block are the lines that they come from, of forwards as :func:`patch_model` rewrote them; here the
+    first call of a signature is recorded already. Of classes whose calls run op by op it prints the reasons.
+
+    Nothing is printed if the block raises an error.
+
+    Args:
+        model: a patched model.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: nothing in it is patched.
+
+    Example:
+        >>> with fastlayers.explain(model):
+        ...     model(x).sum().backward()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    with without_sharding(model.modules()):
+        if not any(map(is_patched, model.modules())):
+            name = type(model).__name__
+            raise ValueError(f"nothing in this {name} is patched: call fastlayers.patch_model(model) before explain")
+    with explained(model):
+        yield
 
 
 def unpatch_model(model: nn.Module) -> nn.Module:

@@ -1,7 +1,8 @@
 """Every fact that a region, a graph, a rule and the loss of a head rely on, and what tests it.
 
-``tests/test_facts.py`` replaces each guard by one that always holds, and sees that a patched model is wrong then where
-it was right. A fact without a guard has the reason why it needs none. docs/guarantees.md says it in sentences.
+``tests/patching/test_facts.py`` replaces each guard by one that always holds, and sees that a patched model is wrong
+then where it was right. A fact without a guard has the reason why it needs none. docs/guarantees.md says it in
+sentences.
 """
 
 from __future__ import annotations

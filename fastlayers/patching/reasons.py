@@ -49,6 +49,14 @@ class Reason(str, Enum):
     TRACE_FAILED = "its forward could not be traced"
     RECORDING_FAILED = "an error of fastlayers in tracing or recording: calls run without what failed"
 
+    # Calls that run op by op, although the forward may be a region
+    SEEN_ONCE = "seen once so far: the second call with a signature is recorded"
+    REGION_SIZE = "too few operations for a region, or too many"
+    UNKNOWN_ARGUMENT = "an argument of a type that no signature has"
+    MANY_SIGNATURES = "signatures keep changing: each further one is recorded after twice as many calls"
+    DIFFERENTIATED = "a backward of such a call was differentiated"
+    SOME_GRADIENTS = "a result got no gradient, and generated kernels take those of all"
+
     # A place that looks fusable and is not
     UNKNOWN_LOSS = "its loss function is not one that is known"
     UNKNOWN_HEAD = "the layer that computes the logits is no linear layer of torch, peft or bitsandbytes"

@@ -7,8 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import DEVICES, DRAWS, answer, assert_close, cases, check_answer, excess, greatest_error, plain
-from ops import FLOATING, HALF, OPS, Input, Sample, expanded, misaligned, one_value, strided, transposed
+
+from tests.harness import DEVICES, DRAWS, answer, assert_close, cases, check_answer, excess, greatest_error, plain
+from tests.table import OPS
+from tests.table.sample import FLOATING, Input, Sample, expanded, misaligned, one_value, strided, transposed
+from tests.table.softmax import HALF
 
 
 @cases()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import (
+
+from tests.harness import (
     Place,
     answer,
     assert_close,
@@ -20,7 +21,10 @@ from harness import (
     outputs,
     plain,
 )
-from ops import MUL, OPS, SOFTMAX, Input, Sample
+from tests.table import OPS
+from tests.table.elementwise import MUL
+from tests.table.sample import Input, Sample
+from tests.table.softmax import SOFTMAX
 
 KERNELS_ON_GPU = [
     pytest.param(op, Place("cuda", backend), marks=Place("cuda", backend).marks(), id=f"{op.name}-{backend}")

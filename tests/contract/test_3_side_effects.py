@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import answer, cases, gradients_of, outputs, plain, same_bits
-from ops import ADD_RELU, MUL, RELU_ADD, nbytes
+
+from tests.harness import answer, cases, gradients_of, outputs, plain, same_bits
+from tests.table.elementwise import ADD_RELU, MUL, RELU_ADD
+from tests.table.sample import nbytes
 
 # Flat and reduced, one block and several, with and without tails.
 FEW = {

@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 import torch
-from harness import DEVICES, INTERPRETER, answer, assert_close, cases, joined, plain, smooth
-from ops import OPS
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
+
+from tests.harness import DEVICES, INTERPRETER, answer, assert_close, cases, joined, plain, smooth
+from tests.table import OPS
 
 FLOAT64 = [torch.float64]
 

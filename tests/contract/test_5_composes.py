@@ -8,7 +8,12 @@ import pickle
 
 import pytest
 import torch
-from harness import (
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fastlayers
+from fastlayers import backends, functional
+from tests.harness import (
     DEVICES,
     answer,
     assert_close,
@@ -20,29 +25,14 @@ from harness import (
     plain,
     same_bits,
 )
-from ops import (
-    ADD_LAYER_NORM,
-    ADD_RELU,
-    ADD_RMS_NORM,
-    BATCH_NORM,
-    CROSS_ENTROPY,
-    GROUP_NORM,
-    INSTANCE_NORM,
-    JS_DIV_LOGITS,
-    KL_DIV_LOGITS,
-    LAYER_NORM,
-    LAYERS,
-    LOG_SOFTMAX,
-    OPS,
-    RMS_NORM,
-    SOFTMAX,
-    Call,
-)
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-import fastlayers
-from fastlayers import backends, functional
+from tests.table import LAYERS, OPS
+from tests.table.batch_norm import BATCH_NORM, GROUP_NORM, INSTANCE_NORM
+from tests.table.divergences import JS_DIV_LOGITS, KL_DIV_LOGITS
+from tests.table.elementwise import ADD_RELU
+from tests.table.layer_norm import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from tests.table.losses import CROSS_ENTROPY
+from tests.table.sample import Call
+from tests.table.softmax import LOG_SOFTMAX, SOFTMAX
 
 BY_NAME = {"ids": lambda value: getattr(value, "name", value)}
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import draw
 import pytest
+
+from tests import ROOT, draw
 
 pytest.importorskip("triton")
 
-TESTS = Path(__file__).parents[1]
-FAMILIES = ("test_cross_entropy.py", "test_norms.py", "test_residual.py", "test_glu.py", "test_linear.py")
+FAMILIES = [f"ops/test_{name}.py" for name in ("cross_entropy", "norms", "residual", "glu", "linear")]
 #: What runs in one process each: files, what is chosen of them, and how many values of a parameter a draw takes. Left
 #: out are compilers and CUDA graphs, which take kernels for what they are, not for what the interpreter makes of them;
 #: layouts of incoming gradients and long rows, which run on a GPU; equal bits from run to run, since the interpreter
@@ -42,9 +41,9 @@ def test_in_the_interpreter(name, inner_run, pytestconfig):
     files, chosen, many = CHOSEN[name]
     options = [*inner_run, *draw.options(pytestconfig, many), "-k", chosen]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *(str(TESTS / file) for file in files)],
+        [sys.executable, "-m", "pytest", *options, *(str(ROOT / "tests" / file) for file in files)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=TESTS.parent,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=900,

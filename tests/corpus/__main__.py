@@ -1,4 +1,4 @@
-"""The corpus: ``PYTHONPATH=.:tests python -m corpus [NAMES]``, where NAMES are patterns.
+"""The corpus: ``python -m tests.corpus [NAMES]``, where NAMES are patterns.
 
 The models of torchvision, timm and transformers are a table, TABLE.md beside this file, and those of the other packages
 another one, PACKAGES.md. Each is written when all of its models were chosen. Ends with 1 where a model errs or differs.
@@ -21,16 +21,16 @@ from pathlib import Path
 
 import torch
 
-from corpus.check import Entry, check
-from corpus.models import PACKAGES, build, names
-from corpus.table import table, versions
+from tests import ROOT
+from tests.corpus.check import Entry, check
+from tests.corpus.models import PACKAGES, build, names
+from tests.corpus.table import table, versions
 
-ROOT = Path(__file__).parents[2]
 TABLES = {"TABLE.md": ("torchvision", "timm", "transformers"), "PACKAGES.md": (PACKAGES,)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="corpus", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.corpus", description=__doc__)
     parser.add_argument("names", nargs="*", help="patterns: 'timm:*', 'transformers:bert'")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -13,12 +13,12 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_flatten
 
-from corpus.models import LISTS, PACKAGES, Sample
-from corpus.sites import Sites, fusable
 from fastlayers.patching import PatchReport, PatchWarning, Reason, patch_model, plan_patch, unpatch_model, verify_patch
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.report import QUIET
 from fastlayers.patching.runtime.checks import rewritten_everywhere
+from tests.corpus.models import LISTS, PACKAGES, Sample
+from tests.corpus.sites import Sites, fusable
 
 __all__ = ["Entry", "check"]
 

@@ -51,9 +51,9 @@ def build(name: str) -> Sample:
 @functools.cache
 def package_models() -> dict[str, Callable[[], Sample]]:
     """The models of other packages, by their whole names."""
-    from corpus.packages import images, sound_and_text, transformers_by_hand
+    from tests.corpus.packages import images, sound, text, transformers_by_hand
 
-    return {**transformers_by_hand.MODELS, **images.MODELS, **sound_and_text.MODELS}
+    return {**transformers_by_hand.MODELS, **images.MODELS, **sound.MODELS, **text.MODELS}
 
 
 def scatter(model: nn.Module, redraw: bool) -> None:

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 
-from corpus.check import Entry
-from corpus.models import PACKAGES, families, families_left_out
+from tests.corpus.check import Entry
+from tests.corpus.models import PACKAGES, families, families_left_out
 
 __all__ = ["table"]
 

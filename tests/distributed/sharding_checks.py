@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharding_cases import CASES, Case
-from sharding_models import check_llama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -20,6 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from fastlayers import backends
 from fastlayers import functional as F
 from fastlayers.ops import sharding, vocab_parallel_head
+from tests.distributed.sharding_cases import CASES, Case
+from tests.distributed.sharding_models import check_llama
 
 RANKS = 4
 #: What a test of all cases would take a minute for.

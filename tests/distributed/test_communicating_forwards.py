@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from processes import run_in_processes
 from torch import nn
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -23,6 +22,7 @@ from fastlayers.ops.dtensor import Whole, differentiable_shard_of, shard_of
 from fastlayers.patching.libraries.transformers import attention_masks
 from fastlayers.patching.regions.region import Region
 from fastlayers.patching.runtime.checks import rewritten_everywhere
+from tests.distributed.processes import run_in_processes
 
 WORLD, WIDTH, CLASSES = 2, 16, 1100
 

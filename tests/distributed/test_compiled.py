@@ -7,13 +7,13 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from processes import losses_of, run_in_processes
-from test_wrappers import ddp, net, of_data, of_the_root, tensor_parallel
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from fastlayers import patch_model, patch_report
 from fastlayers.patching.runtime.checks import rewritten_everywhere
+from tests.distributed.processes import losses_of, run_in_processes
+from tests.distributed.test_wrappers import ddp, net, of_data, of_the_root, tensor_parallel
 
 WORLD, STEPS = 2, 3
 

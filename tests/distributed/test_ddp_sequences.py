@@ -7,8 +7,6 @@ import random
 from contextlib import nullcontext
 
 import torch
-from processes import run_in_processes
-from test_sequences import PARTS, PARTS_OF_ALL, WIDTH, Model
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -16,6 +14,8 @@ import fastlayers
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.region import Region
 from fastlayers.patching.runtime.checks import rewritten_everywhere
+from tests.distributed.processes import run_in_processes
+from tests.patching.test_sequences import PARTS, PARTS_OF_ALL, WIDTH, Model
 
 SEQUENCES, STEPS = 10 if PARTS_OF_ALL == 1 else 200, 12
 WHAT = ["train", "train", "train", "accumulate", "checkpoint", "no_grad", "flip", "write", "step"]

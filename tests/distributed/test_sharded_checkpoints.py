@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from processes import run_in_processes, shared_path
-from test_wrappers import WORLD, Block, batch_of, net, of_all, of_data, tensor_parallel, train, two_dimensional
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +16,18 @@ from fastlayers import load_model, patch_model, patch_report, save_model, unpatc
 from fastlayers.checkpoint import CheckpointError
 from fastlayers.patching import PatchWarning
 from fastlayers.patching.runtime.checks import rewritten_everywhere
+from tests.distributed.processes import run_in_processes, shared_path
+from tests.distributed.test_wrappers import (
+    WORLD,
+    Block,
+    batch_of,
+    net,
+    of_all,
+    of_data,
+    tensor_parallel,
+    train,
+    two_dimensional,
+)
 
 
 def patched_before(model, wrap, mesh):

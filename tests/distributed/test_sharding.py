@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from processes import run_in_processes
-from sharding_checks import PARTS, RANKS, check_all, check_cases
+
+from tests.distributed.processes import run_in_processes
+from tests.distributed.sharding_checks import PARTS, RANKS, check_all, check_cases
 
 
 @pytest.mark.slow

@@ -10,8 +10,6 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_in_processes
-from test_wrappers import WORLD, Block, batch_of, kinds, net, of_all, of_data, train
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -31,6 +29,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fastlayers import patch_model, patch_report, unpatch_model
 from fastlayers.patching import PatchWarning
 from fastlayers.patching.runtime.checks import rewritten_everywhere
+from tests.distributed.processes import run_in_processes
+from tests.distributed.test_wrappers import WORLD, Block, batch_of, kinds, net, of_all, of_data, train
 
 close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_in_processes
 from torch import nn
 
 import fastlayers
@@ -21,6 +20,8 @@ from fastlayers import backends
 from fastlayers.ops.activations import ACTIVATIONS
 from fastlayers.patching import PatchWarning
 from fastlayers.patching.runtime.checks import rewritten_everywhere
+from tests import ROOT
+from tests.distributed.processes import run_in_processes
 
 WORLD = 4
 SHAPES = ((6, 3, 4), (3, 5, 2, 3, 2), (5, 8), (4, 3, 1, 1), (6, 8, 5, 4))
@@ -307,8 +308,8 @@ def check_all(rank):
 def test_sync_batch_norm(tmp_path):
     """In forks of one process in which Triton interprets: it decides that when it is imported, which takes seconds."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, __file__, str(tmp_path)]
-    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.distributed.test_sync_batch_norm", str(tmp_path)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 

@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from processes import losses_of, run_in_processes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fastlayers import patch_model, patch_report, patched, unpatch_model, unpatched
 from fastlayers.patching import PatchWarning
 from fastlayers.patching.runtime.checks import rewritten_everywhere
+from tests.distributed.processes import losses_of, run_in_processes
 
 WORLD, STEPS = 4, 4
 

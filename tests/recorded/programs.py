@@ -60,7 +60,7 @@ def encode(program: Program) -> dict[str, Any]:
     used = names_of(program)
     return {
         **{part: [encode_operation(each) for each in getattr(program, part)] for part in PARTS},
-        **{part: value for part, value in vars(program).items() if part not in (*PARTS, "values", "fake")},
+        **{part: value for part, value in vars(program).items() if part not in (*PARTS, "values", "fake", "place")},
         "values": {name: encode_value(t, memory) for name, t in program.values.items() if name in used},
     }
 
@@ -266,7 +266,7 @@ def expected_texts(network: str) -> list[str]:
     return json.loads(gzip.decompress((PROGRAMS / f"{network}.fused.gz").read_bytes()))
 
 
-if __name__ == "__main__":  # Accept what the passes make now: python3 tests/recorded/programs.py [NETWORK ...]
+if __name__ == "__main__":  # Accept what the passes make now: python3 -m tests.recorded.programs [NETWORK ...]
     for network in sys.argv[1:] or NETWORKS:
         text = json.dumps(fused_texts(network), indent=0)
         (PROGRAMS / f"{network}.fused.gz").write_bytes(gzip.compress(text.encode(), mtime=0))

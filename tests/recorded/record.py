@@ -1,4 +1,4 @@
-"""Record the programs of the benchmarks' networks on a GPU: python3 tests/recorded/record.py DIRECTORY [NETWORK ...].
+"""Record the programs of the benchmarks' networks on a GPU: python3 -m tests.recorded.record DIRECTORY [NETWORK ...].
 
 Each network has a file. In it are the programs of a training step and of inference, under autocast to bfloat16 and with
 weights in bfloat16, as the passes are given them.
@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from programs import decode, encode, text_of, write
 
 import fastlayers
 from benchmarks.networks import NETWORKS as ALL
 from fastlayers.patching.fusion import kernels as fusion
 from fastlayers.patching.fusion import passes
+from tests.recorded.programs import decode, encode, text_of, write
 
 NETWORKS = {network.name: network for network in ALL}
 CALLS = 3  # the second one is recorded

@@ -1,1 +1,1 @@
-"""compute-sanitizer over calls that launch every kernel of fastlayers: ``python -m sanitizer``."""
+"""compute-sanitizer over calls that launch every kernel of fastlayers: ``python -m tests.sanitizer``."""

@@ -1,4 +1,4 @@
-"""compute-sanitizer over every kernel: ``PYTHONPATH=.:tests python -m sanitizer [--tools TOOLS] [--ops OPS]``.
+"""compute-sanitizer over every kernel: ``python -m tests.sanitizer [--tools TOOLS] [--ops OPS]``.
 
 First the cases run without it, each row under torch's profiler: Triton compiles its kernels, and no kernel of csrc or
 fastlayers/kernels may be left out. Then they run once more under each of the tools, in several processes at a time.
@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastlayers.build import BuildError, find_nvcc
-from sanitizer.kernels import MANGLED, ROOT, cuda_kernels, is_ours, triton_kernels
-from sanitizer.selection import CLAIMED, WHOLE_BLOCKS, cases
+from tests.sanitizer.kernels import MANGLED, ROOT, cuda_kernels, is_ours, triton_kernels
+from tests.sanitizer.selection import CLAIMED, WHOLE_BLOCKS, cases
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 #: These tools judge accesses to the memory of tensors. The others look at shared memory, and at barriers.
@@ -125,7 +125,7 @@ def sanitizer_command(sanitizer: str, tool: str, port: int, allocator: Path, che
     ]  # fmt: skip
     if tool != "initcheck":
         command += [word for pattern in MANGLED for word in ("--kernel-name", f"regex={pattern}")]
-    worker = [sys.executable, "-m", "sanitizer.worker"]
+    worker = [sys.executable, "-m", "tests.sanitizer.worker"]
     if tool in OF_TENSORS:
         worker += ["--allocator", str(allocator)]
     if tool in NOT_OF_16_BIT_PRODUCTS:
@@ -278,9 +278,9 @@ def names(text: str) -> list[str]:
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="sanitizer", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.sanitizer", description=__doc__)
     parser.add_argument("--tools", type=names, default=list(TOOLS), help=f"some of {','.join(TOOLS)}")
-    parser.add_argument("--ops", type=names, default=[], help="rows of tests/ops.py, and 'more'; default: all")
+    parser.add_argument("--ops", type=names, default=[], help="rows of tests/table, and 'more'; default: all")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes at a time")
     parser.add_argument("--parts", type=int, default=2, help="processes among which a tool's cases are shared")
     parser.add_argument("--limit", type=float, default=480, help="seconds after which a process is stopped")
@@ -308,7 +308,7 @@ def main() -> int:
     except BuildError as error:
         print(error)
         return 1
-    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     of_rows = ["--ops", ",".join(options.ops)] if options.ops else []
 
@@ -322,7 +322,7 @@ def main() -> int:
         for i in range(1, options.jobs + 1):
             written = folder / f"launched-{i}.json"
             written.unlink(missing_ok=True)
-            command = [sys.executable, "-m", "sanitizer.worker", *of_rows, "--record", str(written)]
+            command = [sys.executable, "-m", "tests.sanitizer.worker", *of_rows, "--record", str(written)]
             part = f"{i}/{options.jobs}"
             profiled.append(Part(None, part, [*command, "--part", part], folder / f"launched-{i}.log"))
         run(profiled)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+
 #: The name follows __launch_bounds__(...), whose arguments may have parentheses of their own.
 _CUDA_KERNEL = re.compile(
     r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)\s*)?(\w+)\s*\("
@@ -15,7 +15,7 @@ _CUDA_KERNEL = re.compile(
 #: fastlayers/kernels, which are the only kernels with such names.
 MANGLED = ("fastlayers", "^_[a-z]")
 #: The same for the names that reports and the profiler show.
-_OURS = re.compile(r"\bfastlayers(?:::|_)|^_[a-z]")
+_OURS = re.compile(r"\bfastlayers::|^(?:_|fused_)[a-z]")
 
 
 def cuda_kernels() -> set[str]:

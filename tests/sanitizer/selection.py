@@ -1,7 +1,7 @@
 """What runs under compute-sanitizer: calls of the table of ops, and of what the table has no row for.
 
-A row of ``CLAIMED`` says which kernels of csrc its calls launch. tests/test_sanitizer.py compares it with csrc, and
-``python -m sanitizer --list`` with what a GPU launches.
+A row of ``CLAIMED`` says which kernels of csrc its calls launch. test_sanitizer.py compares it with csrc, and
+``python -m tests.sanitizer --list`` with what a GPU launches.
 """
 
 from __future__ import annotations
@@ -13,18 +13,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from harness import elements, gradients_of, outputs
-from ops import (
-    OPS,
+from torch import Tensor, nn
+
+import fastlayers
+from fastlayers import backends, functional
+from fastlayers.ops import vocab_parallel
+from fastlayers.ops.low_rank import add_low_rank
+from tests.harness import elements, gradients_of, outputs
+from tests.table import OPS
+from tests.table.batch_norm import batches, grouped
+from tests.table.elementwise import few_values
+from tests.table.sample import (
     Call,
     Input,
     Op,
     Sample,
-    batches,
     channels_last,
     contiguous,
-    few_values,
-    grouped,
     large,
     misaligned,
     one_value,
@@ -34,12 +39,6 @@ from ops import (
     with_infinities,
     with_nan,
 )
-from torch import Tensor, nn
-
-import fastlayers
-from fastlayers import backends, functional
-from fastlayers.ops import vocab_parallel
-from fastlayers.ops.low_rank import add_low_rank
 
 #: Samples that differ from others in their values launch the same kernels.
 SPECIAL_VALUES = (with_nan, with_infinities, large, shifted, few_values)

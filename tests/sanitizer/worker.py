@@ -19,15 +19,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fastlayers.ops import head
-from sanitizer.kernels import cuda_kernel_of
-from sanitizer.selection import Case, cases
+from tests.sanitizer.kernels import cuda_kernel_of
+from tests.sanitizer.selection import Case, cases
 
 #: A process whose context is lost fails in every case.
 MOST_FAILURES = 20
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="sanitizer.worker", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.sanitizer.worker", description=__doc__)
     parser.add_argument("--ops", default="", help="rows of the selection, with commas; default: all")
     parser.add_argument("--part", default="1/1", help="of the cases: 2/4 is the second of four parts")
     parser.add_argument("--allocator", help="the library that gives each tensor an allocation of its own")

@@ -166,7 +166,7 @@ class KernelWriter:
             each, total = SUMS[spelled(operation)]
             summed.append(self.code.let(each.format(x=local)))
             finished.append(total)
-            self.code.stands_for(spelled(operation))
+            self.code.stands_for(operation.step_of or spelled(operation))
         self.check()
         extent = max(self.extent(outs), 1)
         return reduction(
@@ -306,7 +306,7 @@ class KernelWriter:
                 self._known[key] = self.whole(operation, self.values[name], indices, place)
             else:
                 self._known[key] = self.compute(operation, self.values[name], indices, condition)
-            self.code.stands_for(spelled(operation))
+            self.code.stands_for(operation.step_of or spelled(operation))
             self._reader = before
         return self._known[key]
 

@@ -59,10 +59,18 @@ def with_kernels(program: Program) -> Program:
             if any(o is operation for o in (*done.forward, *done.backward))
         }
         if not left:
+            done = done.with_operations(at(operation, program.place) for operation in done.operations)
             kernels = [o.function for o in (*done.forward, *done.backward) if isinstance(o.function, Kernel)]
             compile_together(list(dict.fromkeys(kernels)))
             return done
         unfused |= left
+
+
+def at(operation: Operation, place: str) -> Operation:
+    """The operation, where it calls a generated kernel by a name that says where that is used."""
+    if not (place and isinstance(operation.function, Kernel)):
+        return operation
+    return replace(operation, function=operation.function.at(place))
 
 
 def both_ways(program: Program, values: Mapping[str, Tensor]) -> tuple[Program, list[Fusion]]:

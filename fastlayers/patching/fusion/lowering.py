@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
-from fastlayers.patching.fusion.fusable import is_fusable
+from fastlayers.patching.fusion.fusable import COPIES, WHOLE, is_fusable
 from fastlayers.patching.fusion.matcher import Match, Op, Patterns, Row, new
 from fastlayers.patching.program.executors import KEYS, excluding
-from fastlayers.patching.program.operators import called
+from fastlayers.patching.program.operators import argument, called
 from fastlayers.patching.program.program import Operation, Program, alive, operands_like, with_names, with_tensors
 from fastlayers.patching.program.tape import Tape
 
@@ -272,6 +272,21 @@ def steps_of(match: Match, needed: Container[str]) -> list[Operation] | None:
         names[tape.name(t)] = name
     names |= {own: new(match.program, t) for own, t in tape.values.items() if own not in names}
     steps = alive(tape.operations, [tape.name(t) for _, t in wanted])
+    whole = name_of_steps(match.root, steps)
     return [
-        replace(with_names(step, names), makes=tuple(names.get(name, name) for name in step.makes)) for step in steps
+        replace(
+            with_names(step, names),
+            makes=tuple(names.get(name, name) for name in step.makes),
+            step_of="" if called(step) in COPIES else whole,
+        )
+        for step in steps
     ]
+
+
+def name_of_steps(operation: Operation, steps: Sequence[Operation]) -> str:
+    """What a generated kernel calls the steps of a norm; empty for those of an activation, say, which say more than its
+    name."""
+    if not any(called(step) in WHOLE for step in steps):
+        return ""
+    name = called(operation).removeprefix("native_").removesuffix("_forward")
+    return name if argument(operation, "kind", LAYER) == LAYER else name.replace("layer", "rms")

@@ -302,9 +302,13 @@ def edit_at(program: Program, place: int, rows: Sequence[Row], shared: Shared) -
     return None
 
 
+def from_the_line_of(operation: Operation, other: Operation) -> Operation:
+    return replace(other, source=operation.source) if operation.source and not other.source else other
+
+
 def applied(program: Program, edit: Edit, place: int) -> tuple[Program, int]:
     """The program after a change, and where the operation at a place was."""
-    steps = {id(operation): others for operation, others in edit.steps}
+    steps = {id(operation): [from_the_line_of(operation, each) for each in others] for operation, others in edit.steps}
     made = [steps.get(id(operation), (operation,)) for operation in program.operations]
     forward, backward = ([*chain(*part)] for part in (made[: len(program.forward)], made[len(program.forward) :]))
     found = replace(program, forward=forward, backward=backward)

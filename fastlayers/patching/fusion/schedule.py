@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fastlayers.patching.fusion.fusable import CASTS, FILLED, FLOATING, WHOLE, i
 from fastlayers.patching.fusion.kernel_writer import KernelWriter, NotFusableError, row_length
 from fastlayers.patching.fusion.matcher import call, step
 from fastlayers.patching.fusion.recomputed import Recomputed, reads_less
+from fastlayers.patching.program.cost import LAUNCHES
 from fastlayers.patching.program.operators import spelled
 from fastlayers.patching.program.program import Operation, Value, alive, base_of, is_followed, storage, written_by
 
@@ -34,8 +35,6 @@ PLAIN_COPIES = frozenset({"clone", "contiguous"})
 #: Casts that one kernel does, and elements of a larger one, whose launch takes no time beside it: of parameters, and of
 #: their gradients, which have to wait for the last of these.
 MOST_CASTS, LARGEST_CAST, LARGEST_LAST_CAST = 24, 2**24, 2**20
-#: Launches of an operation of torch that has more than one.
-LAUNCHES = {"_safe_softmax": 4}
 
 
 @dataclass
@@ -64,14 +63,17 @@ class Group:
         return self.calls[0].view
 
 
-def calls_of(kernels: Sequence[Kernel], inputs: tuple[str, ...], makes: tuple[str, ...]) -> list[Operation]:
+def calls_of(
+    kernels: Sequence[Kernel], inputs: tuple[str, ...], makes: tuple[str, ...], source: str | None
+) -> list[Operation]:
     """The calls of one kernel, or of two, of which the second adds up the first results."""
+    given = tuple(map(Value, inputs))
     if len(kernels) == 1:
-        return [call(kernels[0], map(Value, inputs), makes)]
+        return [replace(call(kernels[0], given, makes), source=source)]
     summed = len(kernels[1].results)
     parts = tuple(f"{name}_parts" for name in makes[:summed])
-    first = call(kernels[0], map(Value, inputs), (*parts, *makes[summed:]))
-    return [first, call(kernels[1], map(Value, parts), makes[:summed])]
+    calls = call(kernels[0], given, (*parts, *makes[summed:])), call(kernels[1], map(Value, parts), makes[:summed])
+    return [replace(each, source=source) for each in calls]
 
 
 class Fusion:
@@ -282,7 +284,7 @@ class Fusion:
             dtypes = [self.values[name].dtype for name in names]
             kernel = casts(results, dtypes, [t.numel() for t in outs], outs[0].device)
             readers = dict.fromkeys(names, (min(roots), max(roots)))
-            calls = calls_of([kernel], tuple(names), tuple(self.given[root].makes[0] for root in roots))
+            calls = calls_of([kernel], tuple(names), tuple(self.given[root].makes[0] for root in roots), None)
             rest.append(Group(roots, roots, calls, tuple(names), frozenset(), frozenset(roots), readers))
         return rest
 
@@ -403,10 +405,12 @@ class Fusion:
         inputs, given = tuple(writer.inputs), [self.given[root] for root in roots]
         makes = tuple(self.given[root].makes[0] for root in writer.stores)
         alias = self.alias(writer, makes)
+        lines = [self.given[place].source for place in sorted(writer.members | set(roots)) if place >= 0]
+        source = "\n".join(dict.fromkeys(filter(None, lines))) or None
         return Group(
             roots=list(roots),
             stores=list(writer.stores),
-            calls=calls_of(kernels, inputs, makes) if alias is None else [alias],
+            calls=calls_of(kernels, inputs, makes, source) if alias is None else [alias],
             inputs=inputs,
             loads=frozenset(writer.loads),
             members=frozenset(writer.members | set(roots)),

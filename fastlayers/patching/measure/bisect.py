@@ -15,8 +15,7 @@ from fastlayers.patching.measure.runs import buffers_aside, rng_state, seed_ever
 from fastlayers.patching.measure.verify import Run, compare, keeping_attributes
 from fastlayers.patching.program.executors import KEYS, Facts, PythonExecutor, excluding
 from fastlayers.patching.program.program import Operation, Program, plain_name
-from fastlayers.patching.program.tape import noting_sources
-from fastlayers.patching.regions.region import CALLS
+from fastlayers.patching.regions.explanation import recorded_at_once
 from fastlayers.patching.report import Report
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 from fastlayers.tables import Table
@@ -87,7 +86,7 @@ class BisectReport(Report):
 def bisect_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> BisectReport:
     """Find what makes the recorded programs of a model give something else than torch's operations.
 
-    The model runs patched until its calls are recorded. Each program runs then as it was recorded and as the passes
+    The model runs patched, and its calls are recorded. Each program runs then as it was recorded and as the passes
     leave it, on the same values. Where results or gradients differ, a search over the passes finds the first one after
     which they do, and a search over the operations that it may change the first one with which they do.
 
@@ -101,11 +100,10 @@ def bisect_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> BisectReport:
 
     model, in_patched = unwrap(model)
     faults: list[Fault | None] = []
-    with rng_state(), in_patched, noting_sources(), watched(lambda program: faults.append(fault_of(program))):
-        for _ in range(CALLS):
-            args, keywords = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (inputs, kwargs))
-            with keeping_attributes(model), buffers_aside(model):
-                model(*args, **keywords)
+    args, keywords = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (inputs, kwargs))
+    seen = watched(lambda program: faults.append(fault_of(program)))
+    with rng_state(), in_patched, recorded_at_once(model), keeping_attributes(model), buffers_aside(model), seen:
+        model(*args, **keywords)
     return BisectReport(len(faults), tuple(fault for fault in faults if fault is not None))
 
 

@@ -12,6 +12,7 @@ __all__ = ["draw"]
 
 #: Okabe and Ito's palette, distinguishable without colour vision.
 COLOURS = {
+    "generated": "#8C510A",
     "attention": "#CC79A7",
     "convolution": "#0072B2",
     "matmul": "#56B4E9",

@@ -40,11 +40,13 @@ SECONDS = 4.0
 PROFILED = 3  # steps in the profiler session
 
 #: Kinds of kernels by patterns in their names; the first match counts. The names are those of CUDA kernels (of ATen,
-#: cuDNN, cuBLAS, Inductor and fastlayers) and, on a CPU, of operators. Some Triton kernels of fastlayers for norms and
-#: for softmax have the same names, and count as norms.
+#: cuDNN, cuBLAS, Inductor and fastlayers) and, on a CPU, of operators. Kernels that fastlayers generates are named by
+#: what they compute, and in which forward: fused_add_layer_norm_gelu__block_py_88. Some other Triton kernels of
+#: fastlayers for norms and for softmax have the same names, and count as norms.
 KINDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
+        ("generated", r"^fused_"),
         ("attention", r"flash|fmha|sdpa|attention"),
         ("convolution", r"conv(?!ert)|implicit_gemm|fprop|dgrad|wgrad|winograd|cudnn::cnn|im2col|col2im"),
         ("matmul", r"gemm|gemv|cutlass|cublas|nvjet|xmma|split_?k|aten::(addmm|mm|bmm|baddbmm|addmv|mv|dot|linear)\b"),

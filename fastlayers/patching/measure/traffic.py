@@ -13,7 +13,6 @@ the original code runs, and saves nothing.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
@@ -29,6 +28,7 @@ from fastlayers.ops.dispatch import Mode
 from fastlayers.patching.measure.runs import buffers_aside, rng_state, trains
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
 from fastlayers.patching.plan import unpatched
+from fastlayers.patching.program.cost import ALLOCATES, nbytes
 from fastlayers.patching.rewrite.classes import is_fused
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 
@@ -40,25 +40,18 @@ FUNCTIONS |= {op.__code__: op.__name__ for op in (ops.add_layer_norm, ops.add_rm
 #: Functions that call a matrix product of torch, and the bytes of the intermediate result, which is written and read
 #: once: the product of gate and up; the logits, chunk by chunk.
 HANDS_ON: dict[str, Callable[[Mapping[str, Any]], int]] = {
-    "gated_linear": lambda scope: nbytes(scope["gate"]),
+    "gated_linear": lambda scope: bytes_in(scope["gate"]),
     "linear_cross_entropy": lambda scope: (
-        nbytes(scope["input"]) // scope["input"].shape[-1] * len(scope["linear_weight"])
+        bytes_in(scope["input"]) // scope["input"].shape[-1] * len(scope["linear_weight"])
     ),
 }
 #: Operations that move nothing, in addition to the views.
-MOVES_NOTHING = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
-)
+MOVES_NOTHING = ALLOCATES | {"_unsafe_view", "lift_fresh"}
 
 
-def nbytes(value: Any) -> int:
-    """The bytes of the tensors in a structure. The repeated elements of an expanded tensor count once."""
-    total = 0
-    for tensor in tree_iter(value):
-        if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-            sizes = zip(tensor.shape, tensor.stride(), strict=True)
-            total += tensor.element_size() * math.prod(size for size, stride in sizes if stride or not size)
-    return total
+def bytes_in(value: Any) -> int:
+    """The bytes of the tensors in a structure."""
+    return sum(nbytes(t) for t in tree_iter(value) if isinstance(t, Tensor) and t.layout is torch.strided)
 
 
 class Traffic(Mode):
@@ -86,14 +79,14 @@ class Traffic(Mode):
         name = func._schema.name.partition("::")[2]
         if not func.is_view and name not in MOVES_NOTHING:
             first = result[0] if "norm" in name and isinstance(result, tuple) else result
-            self.add(nbytes((args, kwargs, first)))
+            self.add(bytes_in((args, kwargs, first)))
         return result
 
     def entered(self, frame: FrameType) -> None:
         scope = frame.f_locals
         if frame.f_code is not MODULE_CALL:
             name = FUNCTIONS[frame.f_code]
-            self.add(nbytes(list(scope.values())) + (2 * HANDS_ON[name](scope) if name in HANDS_ON else 0))
+            self.add(bytes_in(list(scope.values())) + (2 * HANDS_ON[name](scope) if name in HANDS_ON else 0))
             self.fused += 1
         elif scope["self"] in self.chosen:
             self.called.add(scope["self"])
@@ -105,7 +98,7 @@ class Traffic(Mode):
             code = frame.f_code
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             given = [frame.f_locals[name] for name in names]  # A returned argument was not written.
-            self.add(nbytes([t for t in tree_iter(result) if not any(t is value for value in given)]))
+            self.add(bytes_in([t for t in tree_iter(result) if not any(t is value for value in given)]))
         elif frame.f_locals["self"] in self.chosen:
             self.inside.pop()
 

@@ -28,9 +28,11 @@ __all__ = [
     "Facts",
     "NativeExecutor",
     "PythonExecutor",
+    "call_source",
     "excluding",
     "executor_class",
     "items",
+    "named",
     "problem",
 ]
 
@@ -226,17 +228,22 @@ def write(operations: Sequence[Operation], needed: Iterable[str], scope: dict[st
     later = set(needed)
     for operation in reversed(operations):
         function = named(binding(operation), f"f_{plain_name(operation.function)}", scope)
-        parts = [spelled(argument, scope) for argument in operation.args]
-        parts += [f"{name}={spelled(argument, scope)}" for name, argument in operation.kwargs.items()]
-        call = f"{function}({', '.join(parts)})"
-        if any(operation.makes):
-            targets = ", ".join(made or "_" for made in operation.makes)
-            call = f"{targets}{'' if operation.single or len(operation.makes) > 1 else ','} = {call}"
+        call = call_source(operation, function, lambda argument: spelled(argument, scope))
         dead = sorted({*operation.uses, *filter(None, operation.makes)} - later)
         later |= operation.uses
         lines += [f"    del {', '.join(dead)}"] if dead else []
         lines.append(f"    {call}")
     return lines[::-1]
+
+
+def call_source(operation: Operation, function: str, spelled: Callable[[Any], str]) -> str:
+    """The line that calls a function as an operation does."""
+    parts = [*map(spelled, operation.args), *(f"{name}={spelled(arg)}" for name, arg in operation.kwargs.items())]
+    call = f"{function}({', '.join(parts)})"
+    if not any(operation.makes):
+        return call
+    targets = ", ".join(made or "_" for made in operation.makes)
+    return f"{targets}{'' if operation.single or len(operation.makes) > 1 else ','} = {call}"
 
 
 def spelled(argument: Any, scope: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ __all__ = [
     "Program",
     "Value",
     "alive",
+    "arguments_of",
     "base_of",
     "depends_on",
     "empty_as",
@@ -64,7 +65,8 @@ class Operation:
         single: whether the call returns its only result, not a tuple of them.
         effect: whether the call matters even if no result is used.
         view: whether the result is in the memory of an argument.
-        source: the line of the user's code that it comes from, where the tape was asked to note it.
+        source: the line of a forward that it comes from, where the tape was asked for it; a line each of several.
+        step_of: the kernel that this is a step of; empty for an operation that was recorded.
         operands: the names of the values among the arguments, in their order.
         uses: the same, each once.
     """
@@ -76,7 +78,8 @@ class Operation:
     single: bool
     effect: bool
     view: bool = False
-    source: str = ""
+    source: str | None = None
+    step_of: str = ""
     operands: tuple[str, ...] = field(init=False)
     uses: frozenset[str] = field(init=False)
 
@@ -103,6 +106,7 @@ class Program:
         values: tensors with the geometry of the named values. A value that was written in place may have another name
             after that.
         fake: the mode in which passes make such tensors, without memory.
+        place: where the forward is written, for the names of kernels: ``block_py_88``; empty if that is not known.
     """
 
     inputs: tuple[str, ...]
@@ -115,6 +119,7 @@ class Program:
     constants: tuple[str, ...] = ()
     values: dict[str, Tensor] = field(default_factory=dict, repr=False)
     fake: Any = None
+    place: str = ""
 
     # -- indexes -------------------------------------------------------------------------------------------------
 

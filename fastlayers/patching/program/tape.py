@@ -14,12 +14,10 @@ from __future__ import annotations
 import linecache
 import os
 import re
-import traceback
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -31,7 +29,7 @@ from fastlayers.ops.dispatch import Mode
 from fastlayers.patching.program.program import STATISTICS, Operation, Program, Value, alive, is_kernel, storage
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["Tape", "communicates", "noting_sources", "written_arguments"]
+__all__ = ["EMPTY", "Tape", "communicates", "written_arguments"]
 
 #: What tells a value from others while all are alive: memory, dtype and geometry.
 Key: TypeAlias = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
@@ -68,49 +66,17 @@ COLLECTIVES = frozenset(
 #: and the arguments of those that other libraries register.
 GROUPS = frozenset({"group_name", "process_group"})
 
+#: Files whose lines are nobody's forward: those of torch, of this package, and of the layers that it swapped.
+LIBRARIES = (
+    os.path.join(os.path.dirname(torch.__file__), ""),
+    os.path.join(Path(__file__).parents[2], ""),
+    "<fastlayers Fused",
+)
+
 aten = torch.ops.aten
 
 #: Operations that make a tensor like another one, and the same without that one.
 NEW = {aten.new_empty.default: aten.empty.memory_format, aten.new_zeros.default: aten.zeros.default}
-
-
-#: Whether tapes note which line of the user's code an operation comes from.
-_notes_sources = ContextVar("_notes_sources", default=False)
-#: Where no user's code is.
-LIBRARIES = (os.path.dirname(torch.__file__), str(Path(__file__).parents[2]))
-
-
-@contextmanager
-def noting_sources() -> Iterator[None]:
-    """Let tapes that are made inside note the lines of the user's code. Those of a backward are of the forward, as
-    torch's anomaly mode knows them."""
-    token = _notes_sources.set(True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # It warns of what it costs.
-            notes = torch.autograd.detect_anomaly(check_nan=False)
-        with notes:
-            yield
-    finally:
-        _notes_sources.reset(token)
-
-
-def user_line() -> str:
-    """The innermost line outside of torch and fastlayers that the operation which runs comes from. Generated code is
-    shown with what calls it."""
-    node: Any = torch._C._current_autograd_node()
-    if node is None:
-        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
-    else:
-        text = "".join(node.metadata.get("traceback_", ()))
-        frames = [(file, int(line)) for file, line in re.findall(r'File "(.*)", line (\d+)', text)][::-1]
-    found: list[str] = []
-    for file, line in frames:
-        if not file.startswith(LIBRARIES):
-            found.append(f"{os.path.basename(file)}:{line}: {linecache.getline(file, line).strip()}")
-            if not file.startswith("<"):
-                break
-    return ", called at ".join(found)
 
 
 class Tape(Mode):
@@ -119,11 +85,11 @@ class Tape(Mode):
     Args:
         inputs: the tensors that the region is given. No operation may write one of them.
         state: tensors among them that an operation may write all the same: buffers of modules.
+        sources: whether to note the lines that operations come from.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], state: Iterable[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], state: Iterable[Tensor], sources: bool = False) -> None:
         super().__init__()
-        self._line = user_line if _notes_sources.get() else str
         self.operations: list[Operation] = []
         self.written: list[Tensor] = []
         self._names: dict[Key, str] = {}
@@ -139,6 +105,8 @@ class Tape(Mode):
         #: What torch made of numbers: further inputs, the same in every call.
         self.constants: list[Tensor] = []
         self._given = set(self.inputs)
+        #: The lines that nodes of autograd come from, by their numbers.
+        self._lines: dict[int, str | None] | None = {} if sources else None
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -297,7 +265,19 @@ class Tape(Mode):
             else:
                 makes.append("")
         if effect or any(makes):
-            self.operations.append(Operation(function, args, kwargs, tuple(makes), single, effect, view, self._line()))
+            source = None if self._lines is None else self.source(self._lines)
+            self.operations.append(Operation(function, args, kwargs, tuple(makes), single, effect, view, source))
+
+    @staticmethod
+    def source(lines: dict[int, str | None]) -> str | None:
+        """The line of a forward that an operation comes from. That of a backward is the line of its node."""
+        node: Any = torch._C._current_autograd_node()
+        if node is not None:
+            return lines.get(node._sequence_nr())
+        found = line_of(sys._getframe(1))
+        # That of the last node is set by the first operation after it: the others have none, or are part of it.
+        lines.setdefault(torch._C._autograd._get_sequence_nr() - 1, found)  # type: ignore[attr-defined]
+        return found
 
     def size(self, split: int) -> int:
         """The number of operations of torch that the first operations stand for, without views."""
@@ -349,6 +329,19 @@ class Tape(Mode):
             constants=tuple(self.name(t) for t in self.constants),
             values=self.values,
         )
+
+
+def line_of(frame: FrameType | None) -> str | None:
+    """The innermost line on a stack that is neither torch's nor of this package: ``block.py:88: x = self.norm(x)``;
+    ``Block, rewritten: ...`` for the new source of a forward."""
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    made = re.fullmatch(r"<fastlayers (.*) \d+>", file)
+    place = f"{made[1]}, rewritten" if made else f"{Path(file).name}:{number}"
+    return f"{place}: {linecache.getline(file, number).strip()}"
 
 
 def written_arguments(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastlayers.ops import dispatch
 from fastlayers.ops.autocast import Given, version_of
+from fastlayers.patching.program.cost import Cost
 from fastlayers.patching.program.derivative import Derivative
 from fastlayers.patching.program.executors import KEYS, Executor, Facts, excluding, executor_class
 from fastlayers.patching.program.program import Program
@@ -29,6 +30,7 @@ __all__ = [
     "alias",
     "autocast_as",
     "autocast_state",
+    "described",
     "drawing",
     "no_regions",
     "op_by_op",
@@ -69,6 +71,19 @@ NO_AUTOCAST: Autocast = {"cpu": (False, None), "cuda": (False, None)}
 
 def autocast_state() -> Autocast:
     return {device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in NO_AUTOCAST}
+
+
+def described(module: nn.Module, given: Sequence[Tensor]) -> str:
+    """A signature in words: shapes, dtypes, modes."""
+    shapes = ", ".join(f"{'x'.join(map(str, t.shape)) or 'scalar'} {short(t.dtype)}" for t in given)
+    modes = ["training" if module.training else "eval"]
+    modes += [] if torch.is_grad_enabled() else ["inference_mode" if torch.is_inference_mode_enabled() else "no_grad"]
+    modes += [f"autocast {short(dtype)}" for enabled, dtype in autocast_state().values() if enabled]
+    return f"{shapes}; {', '.join(modes)}"
+
+
+def short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager
@@ -142,6 +157,10 @@ class Entry:
         code: what runs such calls.
         plain: the same without generated kernels.
         program: what ``plain`` runs.
+        fused: what ``code`` runs, with generated kernels; None if ``code`` is ``plain``.
+        costs: those of these programs.
+        what: the signature in words.
+        calls: how many calls ran as a region.
         geometry: of the values in the backward of the program, if several results get gradients.
         parts: the result, taken apart, of the inputs and the results of the code; None if it is the only one of these.
         strides: of the results, where generated kernels may choose them.
@@ -151,7 +170,6 @@ class Entry:
         draws: whether the code draws random numbers.
         derivative: autograd's graph of the forward, or the reason why there is none.
         differentiated: whether a backward of such a call was differentiated. From then on they run op by op.
-        calls: how many ran as a region.
         apart: whether such calls run op by op since some result got no gradient, which generated kernels do not serve.
     """
 
@@ -171,6 +189,10 @@ class Entry:
     code: Executor | None = None
     plain: Executor | None = None
     program: Program | None = None
+    fused: Program | None = None
+    costs: list[Cost] = field(default_factory=list)
+    what: str = ""
+    calls: int = 0
     geometry: Mapping[str, Geometry] = field(default_factory=dict)
     parts: Any = None
     strides: tuple[tuple[int, ...], ...] = ()
@@ -180,7 +202,6 @@ class Entry:
     draws: bool = False
     derivative: Derivative | Refusal | None = None
     differentiated: bool = False
-    calls: int = 0
     apart: bool = False
     _partial: dict[frozenset[int], tuple[Executor, list[int]] | None] = field(default_factory=dict)
 

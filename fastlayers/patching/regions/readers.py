@@ -78,6 +78,8 @@ class Reader:
         self.read: Callable[[nn.Module], tuple[tuple[Any, ...], tuple[Tensor, ...]] | None] = scope["read"]
         #: For each tensor the expressions of its owners, and the names there; none for a folded weight.
         self.places = [*map(places, held.values()), *([] for _ in (*pairs, *pairs))]
+        #: What the tensors are called.
+        self.tensors = [*map(readable, used), *("a folded tensor" for _ in (*pairs, *pairs))]
         self._namespace = reads.namespace
         for owner, name in (found for every in self.places for found in every):
             if not isinstance(self._owner(owner, module), dict | list):
@@ -156,6 +158,11 @@ def floats_of(reads: Reads) -> list[int]:
 def is_assigned(expression: str) -> bool:
     """Whether an expression names something that Python code assigns. ``Module.train`` tests what it is given."""
     return not expression.endswith(".training") and "(" not in expression and " is " not in expression
+
+
+def readable(expression: str) -> str:
+    """An expression as a user would write it."""
+    return re.sub(r"\._(?:modules|parameters|buffers)\['([^'\\]*)'\]", r".\1", expression)
 
 
 def folded_pairs(called: Collection[Any]) -> list[tuple[Any, Any]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
+import re
 import threading
 import warnings
 from collections import Counter, defaultdict
@@ -20,6 +21,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -35,6 +37,7 @@ from fastlayers.patching.capture.reads import load_fake_tensors, read_by
 from fastlayers.patching.capture.rebuild import arguments_source
 from fastlayers.patching.capture.syntax import is_ours
 from fastlayers.patching.libraries.adapters import adapters, decorated, takes_former_names, undecorated
+from fastlayers.patching.program.cost import cost_of
 from fastlayers.patching.program.derivative import Derivative
 from fastlayers.patching.program.executors import (
     KEYS,
@@ -54,6 +57,7 @@ from fastlayers.patching.regions.entries import (
     Again,
     Entry,
     autocast_as,
+    described,
     no_regions,
     op_by_op,
     random_state,
@@ -76,7 +80,17 @@ from fastlayers.patching.rewrite.classes import seal
 from fastlayers.patching.rewrite.generate import left_behind_source, signature_source
 from fastlayers.patching.runtime.checks import check_defaults, original_class, stock_forwards
 
-__all__ = ["CALLS", "FEW_MODULES", "Region", "attentions", "errors_of", "region_class", "size_of", "text_of"]
+__all__ = [
+    "CALLS",
+    "FEW_MODULES",
+    "FREE",
+    "Region",
+    "attentions",
+    "place_of",
+    "region_class",
+    "size_of",
+    "text_of",
+]
 
 #: Calls of one module with the same signature, of which the last is recorded: what is seen once may not come again, and
 #: a recording takes the time of some 100 calls.
@@ -211,7 +225,10 @@ class Region:
 
     def __init__(self, present: type[nn.Module], infers_only: bool = False) -> None:
         self.present: Any = present
+        self.original: type[nn.Module] = present.__dict__.get("__fastlayers_original__", present)
         self.infers_only = infers_only
+        #: Whether someone wants to see the programs of its calls.
+        self.explained = False
         self.readers: list[Reader] = []
         self.entries: dict[Any, list[Entry]] = {}
         #: Calls that no region can be made for, by their pattern.
@@ -285,6 +302,10 @@ class Region:
             return self.present.forward(module, *args, **kwargs)
         return self.first(module, args, kwargs, given, pattern)
 
+    def made(self) -> list[Entry]:
+        """What runs calls as regions."""
+        return [entry for entries in [*self.entries.values()] for entry in entries if entry.refusal is None]
+
     def comes_again(self, module: nn.Module, key: Any, kind: Any) -> bool:
         """Whether a call without an entry is to be recorded; it counts as seen. ``kind`` tells alike modules."""
         if len(self.seen) >= MAX_SEEN:
@@ -296,12 +317,12 @@ class Region:
         if _saved_tensors_hooks(True) is not None:
             return of_module.count < MAX_RECORDINGS
         unpaid = max(of_module.unpaid(), self.alike[kind].unpaid() if kind in self.alike else 0)
-        return self.seen[seen] >= CALLS << max(0, unpaid - FREE)
+        return self.explained or self.seen[seen] >= CALLS << max(0, unpaid - FREE)
 
     def run(self, entry: Entry, arguments: tuple[Any, ...], inputs: tuple[Tensor, ...]) -> Any:
         """The result of a call."""
-        ordered, code = entry.order((*inputs, *entry.constants)), entry.code
         entry.calls += 1
+        ordered, code = entry.order((*inputs, *entry.constants)), entry.code
         if entry.facts.wanted:
             if len(entry.facts.active) > 1 and dispatch.hooks_decide_what_is_kept():
                 # A backward for some results needs what the plain code keeps, as a checkpoint computes it again.
@@ -319,8 +340,7 @@ class Region:
         """Note that no region could be made for a call."""
         grads = torch.is_grad_enabled()
         self._failures[grads] += 1
-        made = any(entry.refusal is None for entries in self.entries.values() for entry in entries)
-        self.off[grads] = (self._failures[grads] >= MAX_REFUSALS and not made) or (grads and self.infers_only)
+        self.off[grads] = (self._failures[grads] >= MAX_REFUSALS and not self.made()) or (grads and self.infers_only)
 
     # -- the first call of a signature -----------------------------------------------------------------------------
 
@@ -391,7 +411,7 @@ class Region:
         inputs = (*given, *tensors)
         guard = TensorGuards(*inputs, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         entry = Entry(guard, GlobalStateGuard(), reader, values, pattern, len(given))
-        entry.exact = reader.exact(values)
+        entry.exact, entry.what = reader.exact(values), described(module, given)
         alike = self.alike[kind_of(reader, values, tensors)]
         alike.count += 1
         for recordings in (self.asked[module], alike):
@@ -457,7 +477,9 @@ class Region:
                 with self.reported("generated kernels"):
                     if agrees(generated):
                         entry.code = generated
-                if entry.code is entry.plain and any([*child.children()] for child in module.children()):
+                if entry.code is entry.plain:
+                    entry.fused, entry.costs = None, entry.costs[:1]
+                if entry.fused is None and any([*child.children()] for child in module.children()):
                     raise Refusal(Reason.TRACE_FAILED, "its generated kernels give something else")
         except (Refusal, RecordingError):
             raise
@@ -500,7 +522,7 @@ class Region:
         text = text_of(what, error)
         if text not in self.errors:
             self.errors.append(text)
-            name = getattr(self.present, "__fastlayers_original__", self.present).__name__
+            name = self.original.__name__
             message = f"calls of {name} run without what failed, and may be slower; please report it: {text}"
             warnings.warn(message, PatchWarning, stacklevel=2)
         return text
@@ -515,7 +537,7 @@ class Region:
         inputs = (*aliases, *real[count:])
         wanted = [i for i, t in enumerate(inputs) if records and t.requires_grad]
         places = [*wanted, *(i for i in range(len(inputs)) if i not in wanted)]
-        tape = Tape([inputs[i] for i in places], [t for t in real[count:] if not t.requires_grad])
+        tape = Tape([inputs[i] for i in places], [t for t in real[count:] if not t.requires_grad], self.explained)
         if len(set(tape.inputs)) < len(tape.inputs):
             raise Refusal(Reason.READS_STATE, "two inputs are one tensor")
 
@@ -558,12 +580,14 @@ class Region:
                         [results[i] for i in active], [inputs[i] for i in wanted], grads, allow_unused=True
                     )
         execute = executor_class()
-        if tape.size(split) + entry.reader.folds < LEAST[execute][not active]:
-            raise Refusal(Reason.NOTHING_TO_FUSE, "too small for a region")
+        size = tape.size(split) + entry.reader.folds
+        if size < LEAST[execute][not active]:
+            raise Refusal(Reason.REGION_SIZE, f"{size} operations")
         if len(tape.operations) > MOST and size_of(module) > FEW_MODULES:
-            raise Refusal(Reason.NOTHING_TO_FUSE, "too large for a region")
+            raise Refusal(Reason.REGION_SIZE, f"{len(tape.operations)} operations in {size_of(module)} modules")
         names = [tape.name(t) for t in results]
         program = tape.program(split, names, dys, [None if t is None else tape.name(t) for t in gradients])
+        program.place = re.sub("[^a-zA-Z0-9]", "_", place_of(self.original))
         attends = any("attention" in plain_name(operation.function) for operation in tape.operations)
         entry.attentions = attentions() if attends else None
         entry.constants = tuple(tape.constants)
@@ -578,7 +602,7 @@ class Region:
             constant=tuple(i for i in range(len(results)) if i not in active),
             strides=tuple(results[i].stride() for i in active),
         )
-        entry.program = replace(program, values={})  # These keep memory.
+        entry.program, entry.costs = replace(program, values={}), [cost_of(program)]  # The values keep memory.
         entry.plain = execute(program, entry.facts)
         entry.geometry = geometries(program, tape.values) if len(active) > 1 else {}
         generated = None
@@ -586,7 +610,10 @@ class Region:
             from fastlayers.patching.fusion.passes import fused  # needs Triton
 
             with self.reported("fusing"):
-                generated = execute(fused(program, self.note_error), entry.facts)
+                other = fused(program, self.note_error)
+                generated = execute(other, entry.facts)
+                entry.fused = replace(other, values={}, fake=None)
+                entry.costs.append(cost_of(other))
         entry.strides = tuple(t.stride() for t in results) if generates else ()
         entry.parts = None if parts == Place(len(inputs)) else parts
         dtypes = {t.dtype for t in tape.values.values() if t.is_floating_point()}
@@ -609,10 +636,14 @@ def kind_of(reader: Reader, values: tuple[Any, ...], tensors: Sequence[Tensor]) 
     return reader, values, tuple(t.shape for t in tensors)
 
 
-def errors_of(module: nn.Module) -> list[str]:
-    """What failed when calls of a module's class were recorded."""
-    region: Region | None = getattr(type(module), "__fastlayers_region__", None)
-    return [] if region is None else region.errors
+def place_of(cls: type[nn.Module]) -> str:
+    """The file and the line of the forward of a class, ``block.py:88``; empty for one of torch's and one without a
+    file."""
+    forward: Any = inspect.unwrap(cls.forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or forward.__module__.startswith("torch.") or not code.co_filename.endswith(".py"):
+        return ""
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 def note_derivative(entry: Entry, grads: Sequence[Tensor | None]) -> None:

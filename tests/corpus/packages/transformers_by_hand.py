@@ -1,4 +1,4 @@
-"""Models of small packages of transformers, small and with random weights: see :mod:`corpus.models`."""
+"""Models of small packages of transformers, small and with random weights: see :mod:`tests.corpus.models`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from corpus.models import Sample, images
+from tests.corpus.models import Sample, images
 
 __all__ = ["MODELS"]
 

@@ -1,0 +1,35 @@
+"""The raw Triton kernels: right in Triton's interpreter, and compiled for sm_80 without a spill.
+
+Whether Triton interprets is settled when it is first imported, so each set of files runs in a process of its own. None
+needs a GPU. To run one file by hand::
+
+    TRITON_INTERPRET=1 pytest tests/kernels/interpret_softmax.py
+    pytest tests/kernels/compile_all.py  # for sm_90, too
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT, draw
+
+pytest.importorskip("triton")
+
+FOLDER = Path(__file__).parent
+INTERPRETED = sorted(FOLDER.glob("interpret_*.py"))
+#: A process for each: it takes five seconds to import torch and Triton, and to collect.
+SETS = {"compiled": sorted({*FOLDER.glob("*.py")} - {*INTERPRETED, Path(__file__)}), "interpreted": INTERPRETED}
+
+
+# Not marked slow, of which a draw takes one case: each of its processes draws from its own tests.
+@pytest.mark.parametrize("name", SETS)
+def test_triton_kernels(name: str, inner_run: list[str], pytestconfig: pytest.Config) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "0" if name == "compiled" else "1"}
+    # Every specialisation for sm_90 takes four minutes: make test-gpu compiles them.
+    options = [*inner_run, *draw.options(pytestconfig, draw.FEW), "-k", "not sm_90"]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, SETS[name])]
+    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

@@ -1,0 +1,60 @@
+"""A network of blocks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, inplace=True):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.bn = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=inplace)
+
+    def forward(self, x):
+        """The forward of a block."""
+        out = self.bn(self.conv(x))
+        out += x
+        return self.relu(out)
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 5)
+        self.soft = nn.Softmax(dim=-1)
+
+    def forward(self, x, temperature: float = 2.0):
+        return self.soft(self.fc(x.mean((2, 3))) / temperature)
+
+
+class Plain(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer1 = nn.Sequential(Block(), Block(inplace=False))
+        self.layer2 = nn.Sequential(Block())
+        self.plain = Plain()
+        self.head = Head()
+        self.log = nn.LogSoftmax(dim=1)
+
+    def forward(self, x):
+        return self.log(self.head(self.plain(self.layer2(self.layer1(x)))))
+
+
+BLOCKS = {"layer1.0", "layer1.1", "layer2.0"}
+NORMS = {f"{name}.bn" for name in BLOCKS}
+ALL = BLOCKS | NORMS | {"head", "head.fc", "head.soft", "log"}
+
+
+def names(report):
+    return {row.fqn for row in report if row.became is not None}
+
+
+def types_of(model):
+    return {name: type(module) for name, module in model.named_modules()}

@@ -1,0 +1,145 @@
+"""Regions: what changes after the recording is seen."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.patching.regions.blocks import Attention, Block, DropPath, Idioms, in_regions, same, tokens
+
+pytestmark = [
+    pytest.mark.cpu_kernels,
+    pytest.mark.usefixtures("from_the_first_call", "any_size", "executor", "operations_of_torch"),
+]
+
+
+def halve(block):
+    block.norm1.eps = 0.5
+
+
+def freeze(block):
+    block.attn.requires_grad_(False)
+
+
+def widen(block):
+    block.double()
+
+
+def swap_child(block):
+    torch.manual_seed(9)
+    block.mlp[1] = nn.Tanh()
+
+
+def swap_parameter(block):
+    block.gamma = nn.Parameter(torch.ones(16))
+
+
+def hook(block):
+    block.norm2.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def backward_hook(block):
+    block.attn.register_full_backward_hook(lambda module, grads, dys: (grads[0] * 2, *grads[1:]))
+
+
+def renumber(block):
+    block.index = 7
+
+
+def share(block):
+    block.norm2 = block.norm1
+
+
+def grow_dropout(block):
+    block.mlp[2].p = 0.5
+
+
+def own_forward(block):
+    block.attn.forward = lambda x, mask=None: x * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [halve, freeze, widen, swap_child, swap_parameter, hook, backward_hook, renumber, grow_dropout, own_forward, share],
+)
+def test_a_change_is_seen(change, runs):
+    torch.manual_seed(0)
+    module = Block()
+    region, x = in_regions(module), tokens()
+    for _ in range(2):
+        same(module, region, x)
+    change(module), change(region)
+    x = x.detach().to(module.gamma.dtype).requires_grad_()
+    for _ in range(2):
+        same(module, region, x)
+    assert runs[:2] == [True, False]
+
+
+class Optional(nn.Module):
+    """A list in which layers may be missing, as blocks of diffusers have it."""
+
+    def __init__(self, *there):
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(8, 8) for _ in there)
+        self.norms = nn.ModuleList(nn.LayerNorm(8) if each else None for each in there)
+
+    def forward(self, x):
+        for layer, norm in zip(self.first, self.norms, strict=True):
+            x = layer(x).tanh()
+            if norm is not None:
+                x = norm(x) * 2
+        return x.sigmoid() * x
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_layers_that_are_missing_from_a_list(order, runs):
+    """A region that had been recorded for a module without a layer ran for one that has it."""
+    torch.manual_seed(0)
+    known, x = {}, tokens(2, 3, 8)
+    for there in [(False, False), (True, False), (True, True)][::order]:
+        module = Optional(*there)
+        region = in_regions(module, known)
+        for _ in range(2):
+            same(module, region, x)
+    assert runs == [True, False] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("factor", numpy.float64(0.75)), ("offset", numpy.float32(2.0)), ("heads", numpy.int64(3)), ("heads", 2)],
+)
+def test_a_number_of_numpy_that_changes(name, value, runs):
+    """Those of integers and of float32 are no Python numbers: a region kept what it had seen."""
+    module = Idioms()
+    region, x = in_regions(module), tokens(2, 3, 8)
+    for _ in range(2):
+        same(module, region, x)
+    for each in (module, region):
+        setattr(each, name, value)
+    for _ in range(2):
+        same(module, region, x)
+    assert runs[:2] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (F, "gelu", lambda x, approximate="none": x * 3),
+        (nn.LayerNorm, "forward", lambda self, x: x * 2),
+        (Attention, "forward", lambda self, x, mask=None: x - 1),
+        (DropPath, "forward", lambda self, x: x + 1),
+    ],
+)
+def test_a_replaced_function_is_called(owner, name, value, monkeypatch):
+    module = Block()
+    region, x = in_regions(module), tokens()
+    for _ in range(2):
+        same(module, region, x)
+    monkeypatch.setattr(owner, name, value)
+    for _ in range(2):
+        same(module, region, x)
+    monkeypatch.undo()
+    same(module, region, x)

@@ -1,0 +1,226 @@
+"""Modules and wrappers that are special, compilers and transforms."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize
+
+from fastlayers.patching import (
+    PatchWarning,
+    Reason,
+    patch_model,
+    patch_report,
+    plan_patch,
+    unpatch_model,
+)
+from tests.patching.networks import ALL, NORMS, Block, names
+
+# -- modules and wrappers that are special ---------------------------------------------------------------------------
+
+
+def test_a_forward_on_the_instance_is_detected(net, x):
+    """As accelerate does it."""
+    block = net.layer1[0]
+    block.forward = lambda x, old=block.forward: old(x) * 2
+    net.layer1[1].relu.forward = lambda x: x
+    with pytest.warns(PatchWarning, match="replaced on the instance"):
+        patch_model(net)
+    report = patch_report(net)
+    assert report["layer1.0"].reason is Reason.FORWARD_REPLACED
+    assert report["layer1.1"].fused == (("batch_norm_add", 1),)
+    assert type(block) is Block
+
+
+def test_a_forward_put_on_an_absorbed_child_afterwards(net, x):
+    net.eval()
+    patch_model(net)
+    net.layer1[0].relu.forward = torch.sigmoid
+    actual = net(x)
+    unpatch_model(net)
+    torch.testing.assert_close(actual, net(x))
+
+
+@pytest.mark.parametrize("relu", [nn.GELU(), nn.ReLU6(), nn.Identity()])
+def test_an_absorbed_child_that_is_replaced_afterwards(net, x, relu):
+    net.eval()
+    patch_model(net)
+    net.layer1[0].relu = relu
+    net.head.soft = nn.Softmax(dim=0)
+    actual = net(x)
+    unpatch_model(net)
+    torch.testing.assert_close(actual, net(x))
+
+
+def test_a_softmax_whose_dim_changes_afterwards(net, x):
+    net.eval()
+    patch_model(net)
+    net.head.soft.dim = 0
+    net.log.dim = 0
+    actual = net(x)
+    unpatch_model(net)
+    torch.testing.assert_close(actual, net(x))
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+def test_parametrized_modules(net, x):
+    parametrize.register_parametrization(net.layer1[0].conv, "weight", Double())
+    nn.utils.parametrizations.weight_norm(net.head.fc)
+    net.eval()
+    expected = net(x)
+    patch_model(net)
+    torch.testing.assert_close(net(x), expected)
+    parametrize.remove_parametrizations(net.layer1[0].conv, "weight")
+    torch.testing.assert_close(net(x), expected)
+
+    class Own(nn.Linear):
+        def forward(self, x):
+            return F.relu(F.linear(x, self.weight)) + x
+
+    own = Own(4, 4)
+    parametrize.register_parametrization(own, "weight", Double())
+    assert plan_patch(own)[""].reason is Reason.PARAMETRIZED
+    later = patch_model(Own(4, 4))
+    parametrize.register_parametrization(later, "weight", Double())
+    with pytest.warns(PatchWarning, match="was changed again after patching"):
+        unpatch_model(later)
+    parametrize.remove_parametrizations(later, "weight")
+    assert type(unpatch_model(later)) is Own
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
+def test_scripted_modules_are_left_alone(net, x):
+    net.layer1[0] = torch.jit.script(Block())
+    with pytest.warns(PatchWarning, match="holds scripted modules"):
+        patch_model(net)
+    assert names(patch_report(net)) == ALL - {"layer1.0", "layer1.0.bn"}
+    net(x)
+
+
+def test_wrappers(net, x):
+    model = nn.DataParallel(net)
+    with pytest.warns(PatchWarning, match="wrapped in DataParallel"):
+        patch_model(model)
+    assert names(patch_report(model)) == {f"module.{name}" for name in ALL}
+    assert patch_report(model)[""].reason is Reason.WRAPPER
+    unpatch_model(model)
+    compiled = torch.compile(net, backend="eager")
+    with pytest.warns(PatchWarning, match="wrapped in OptimizedModule"):
+        patch_model(compiled)
+    assert repr(net.layer1[0]).startswith("FusedBlock(")
+    torch.testing.assert_close(compiled.eval()(x), net(x))
+
+
+def test_a_replica_of_data_parallel(net, x):
+    expected = net.eval()(x)
+    patch_model(net)
+    replica = net.layer1[0]._replicate_for_data_parallel()
+    assert type(replica) is type(net.layer1[0])
+    torch.testing.assert_close(net(x), expected)
+
+
+def test_graph_modules(x):
+    traced = torch.fx.symbolic_trace(Block())
+    report = plan_patch(traced)
+    assert report[""].reason is Reason.GRAPH_MODULE
+
+
+def test_quantised_layers_are_left_alone():
+    model = nn.Sequential(Block(), torch.ao.nn.quantized.ReLU6())
+    with pytest.warns(PatchWarning, match="quantised layers"):
+        patch_model(model)
+
+
+class Registry(nn.Module):
+    known: list = []  # noqa: RUF012
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        Registry.known.append(cls)
+
+    def forward(self, x):
+        return F.relu(x) + x
+
+
+def test_a_class_that_reacts_to_subclasses_is_left_alone():
+    before = list(Registry.known)
+    assert plan_patch(Registry())[""].reason is Reason.CLASS_HOOKS
+    assert Registry.known == before
+
+
+def test_convert_sync_batchnorm_after_patching(net):
+    patch_model(net)
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    assert names(patch_report(converted)) == ALL - NORMS
+    assert isinstance(converted.layer1[0].bn, nn.SyncBatchNorm)
+
+
+# -- compilers and transforms -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [True, False])
+def test_compile_in_one_graph(net, x, mode):
+    patch_model(net)
+    net.train(mode)
+    state = copy.deepcopy(net.state_dict())
+    expected = net(x)
+    net.load_state_dict(state)
+    torch._dynamo.reset()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), expected)
+    gradient = torch.autograd.grad(compiled(x).square().sum(), list(net.parameters()))
+    assert len(gradient) == len(list(net.parameters()))
+
+
+def test_compile_sees_what_changes(net, x):
+    """Guards of the generated forward are guards of the compiled code too."""
+    patch_model(net.eval())
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend="eager")
+    compiled(x)
+    net.layer1[0].relu = nn.Sigmoid()
+    unpatch_model(reference := copy.deepcopy(net))
+    torch.testing.assert_close(compiled(x), reference(x))
+    seen = []
+    net.layer1[1].relu.register_forward_hook(lambda *args: seen.append(1))
+    torch._dynamo.reset()  # as torch documents for hooks added after compiling
+    torch.testing.assert_close(compiled(x), reference(x))
+    assert seen
+
+
+def test_export(net, x):
+    patch_model(net.eval())
+    expected = net(x)
+    for strict in (False, True):
+        program = torch.export.export(net, (x,), strict=strict)
+        torch.testing.assert_close(program.module()(x), expected)
+    dynamic = torch.export.export(net, (x,), dynamic_shapes={"x": {0: torch.export.Dim("n", min=2)}})
+    torch.testing.assert_close(dynamic.module()(torch.cat([x, x, x])), net(torch.cat([x, x, x])))
+
+
+def test_checkpointing_and_functional_call(net, x):
+    from torch.utils.checkpoint import checkpoint
+
+    net.eval()
+    x = x.requires_grad_()
+    expected = torch.autograd.grad(net(x).square().sum(), x)[0]
+    patch_model(net)
+    torch.testing.assert_close(
+        torch.autograd.grad(checkpoint(net, x, use_reentrant=False).square().sum(), x)[0], expected
+    )
+    parameters = {name: p * 1 for name, p in net.named_parameters()}
+    torch.testing.assert_close(torch.func.functional_call(net, parameters, (x,)), net(x))
+    stacked = torch.stack([x, x])
+    torch.testing.assert_close(torch.func.vmap(net)(stacked)[0], net(x))
+    gradient = torch.func.grad(lambda p: torch.func.functional_call(net, p, (x,)).square().sum())(parameters)
+    assert gradient.keys() == parameters.keys()
