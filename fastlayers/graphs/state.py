@@ -23,8 +23,9 @@ from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch._ops import HigherOrderOperator
 from torch.nn.modules.batchnorm import _NormBase
 
-from fastlayers.ops.dispatch import PLAIN, QuietMode, is_dtensor
 from fastlayers.ops.dtensor import handlers, memory_of
+from fastlayers.ops.guard import PLAIN, is_dtensor
+from fastlayers.ops.modes import QuietMode
 from fastlayers.patching.capture.lookups import called_by, package, parts_of
 from fastlayers.patching.program.program import storage
 from fastlayers.patching.program.tape import communicates, written_arguments
