@@ -20,6 +20,7 @@ from mkdocs.structure.files import File, Files
 from rst import exported
 
 ROOT = Path(__file__).parents[1]
+FUNCTIONAL = ROOT / "fastlayers" / "functional"
 RESULTS = ROOT / "benchmarks" / "results"
 #: Files outside docs that are pages of the site.
 ROOT_PAGES = {
@@ -84,23 +85,14 @@ class Op:
 @cache
 def ops() -> tuple[Op, ...]:
     """By family, in the order above."""
-    functional = ast.parse((ROOT / "fastlayers/functional.py").read_text())
-    defined = {node.name: node for node in functional.body if isinstance(node, ast.FunctionDef)}
     modules = modules_by_function()
+    public = exported(FUNCTIONAL / "__init__.py")
     found = []
-    for name in exported(ROOT / "fastlayers/functional.py"):
-        found.append(Op(name, family_of(defined[name]), modules.get(name, [])))
-    return tuple(sorted(found, key=lambda op: (list(FAMILIES).index(op.family), op.name)))
-
-
-def family_of(function: ast.FunctionDef) -> str:
-    """The file of fastlayers.ops that the function calls: ``_softmax.softmax(...)``."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            family = node.value.id.removeprefix("_")
-            if family in FAMILIES and node.value.id.startswith("_"):
-                return family
-    raise ValueError(f"{function.name} calls no op of a family that has a title in docs/pages.py")
+    for family in FAMILIES:
+        functions = ast.parse((FUNCTIONAL / f"{family}.py").read_text()).body
+        names = {node.name for node in functions if isinstance(node, ast.FunctionDef)}
+        found += [Op(name, family, modules.get(name, [])) for name in sorted(names.intersection(public))]
+    return tuple(found)
 
 
 def modules_by_function() -> dict[str, list[str]]:

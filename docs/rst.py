@@ -31,7 +31,7 @@ def exported(module: Path) -> list[str]:
 def targets() -> dict[str, str]:
     """What has a place on the pages, by every name that a docstring may give it."""
     places = {
-        "fastlayers.functional": exported(PACKAGE / "functional.py"),
+        "fastlayers.functional": exported(PACKAGE / "functional/__init__.py"),
         "fastlayers.modules": [name for name in exported(PACKAGE / "modules/__init__.py") if name != "DROP_IN"],
         "fastlayers.patching": exported(PACKAGE / "patching/__init__.py"),
         "fastlayers.checkpoint": exported(PACKAGE / "checkpoint.py"),
@@ -74,23 +74,22 @@ def mathml(latex: str) -> str:
     return converted
 
 
-def hide_old_names(function: griffe.Function) -> None:
-    """Show the signature that ``@formerly`` of :mod:`fastlayers.renamed` shows at run time."""
-    for decorator in function.decorators:
-        call = ast.parse(str(decorator.value), mode="eval").body
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "formerly":
-            for name in call.args:
-                del function.parameters[ast.literal_eval(name)]
-            for parameter in list(function.parameters)[: ast.literal_eval(call.keywords[0].value)]:
-                parameter.default = None
+def show_functions(functional: griffe.Module) -> None:
+    """Show the functions where users find them. To Griffe, and not to Python, ``functional.glu`` is the file glu.py."""
+    public = exported(PACKAGE / "functional/__init__.py")
+    for family in [member for member in functional.modules.values() if not member.is_alias]:
+        functional.del_member(family.name)
+        for name in set(public).intersection(family.members):
+            functional.set_member(name, family.members[name])
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites the docstrings of the package after they are read, and the signatures of renamed functions."""
+    """Rewrites the docstrings of the package after they are read."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         known = targets()
         self.rewrite(pkg, known)
+        show_functions(pkg["functional"])
 
     def rewrite(self, parent: griffe.Module | griffe.Class, known: dict[str, str]) -> None:
         for member in parent.members.values():
@@ -98,7 +97,5 @@ class Docstrings(griffe.Extension):
                 continue
             if member.docstring is not None:
                 member.docstring.value = markdown(textwrap.dedent(member.docstring.value), known)
-            if isinstance(member, griffe.Function):
-                hide_old_names(member)
             if member.is_module or member.is_class:
                 self.rewrite(member, known)  # type: ignore[arg-type]

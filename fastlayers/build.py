@@ -449,17 +449,21 @@ def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: st
             for unit in units
             if any(header.name == "cpu_library.h" for header in included(unit[0]))
         ]
-    link = [*cxx, "-shared", *(str(step.output) for step in steps), f"-L{torch.root / 'lib'}"]
+    link = _link_command(cxx, [str(step.output) for step in steps], torch, nvcc)
+    linking = Step(tuple(link), tuple(s.output for s in steps), library, objects / f"{library.name}.stamp", tools)
+    return [*steps, linking]
+
+
+def _link_command(cxx: list[str], objects: list[str], torch: Torch, nvcc: str | None) -> list[str]:
+    link = [*cxx, "-shared", *objects, f"-L{torch.root / 'lib'}"]
     # Linking libtorch and not libtorch_cuda lets the same file load on a CPU-only torch. In a CUDA build of torch,
     # libtorch brings libtorch_cuda into scope. cudart is linked statically, so loading needs no CUDA library either.
     link += ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
     if nvcc is not None:
         link += [*_cudart_folders(nvcc), "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     link += ["-Wl,--exclude-libs,ALL"]
-    if not any(word.startswith("-g") for word in cxx):  # nobody debugs it
-        link += ["-Wl,--strip-all"]  # the names of templates are a third of the library
-    linking = Step(tuple(link), tuple(s.output for s in steps), library, objects / f"{library.name}.stamp", tools)
-    return [*steps, linking]
+    # The names of templates are a third of the library.
+    return link if any(word.startswith("-g") for word in cxx) else [*link, "-Wl,--strip-all"]
 
 
 def regions_step(objects: Path) -> Step:

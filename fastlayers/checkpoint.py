@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastlayers.ops.dispatch import is_dtensor
+from fastlayers.ops.guard import is_dtensor
 from fastlayers.version import __version__
 
 __all__ = ["CheckpointError", "IncompatibleKeys", "load_model", "save_model"]

@@ -315,7 +315,8 @@ def scan(target: str, shapes: Shapes, tiny: bool, form: str, details: bool) -> N
 @INPUT
 @TINY
 @FORMAT
-def verify(target: str, shapes: Shapes, tiny: bool, form: str) -> None:
+@click.option("--bisect", is_flag=True, help="Name the pass, the operation and the line of source behind a difference.")
+def verify(target: str, shapes: Shapes, tiny: bool, form: str, bisect: bool) -> None:
     """Compare a model patched with the same one unpatched.
 
     It runs both in training and in eval mode, on random inputs, and compares outputs, gradients and buffers. The exit
@@ -324,6 +325,7 @@ def verify(target: str, shapes: Shapes, tiny: bool, form: str) -> None:
     import torch
 
     from fastlayers import verify_patch
+    from fastlayers.patching.measure.bisect import bisect_patch
 
     torch.manual_seed(0)
     model = _load(target, tiny).to("cuda" if torch.cuda.is_available() else "cpu")
@@ -332,10 +334,11 @@ def verify(target: str, shapes: Shapes, tiny: bool, form: str) -> None:
     said: set[str] = set()
     for training in (True, False):
         _try_out(model.train(training), inputs)
-        with _speaking(said):
-            report = verify_patch(model, *args, **kwargs)
-        equal = equal and report.ok
-        _print(report, form)
+        for check in (verify_patch, bisect_patch) if bisect else (verify_patch,):
+            with _speaking(said):
+                report = check(model, *args, **kwargs)
+            equal = equal and report.ok
+            _print(report, form)
     raise SystemExit(0 if equal else 1)
 
 

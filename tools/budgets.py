@@ -9,6 +9,7 @@ Exit status 1 where a budget is exceeded or a floor is not reached. The tests co
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 import resource
@@ -38,6 +39,8 @@ from fastlayers import build as builder  # noqa: E402
 #: The architectures of the wheel, and the one for which the time of a build counts.
 WHEEL, ONE = "80;86;89;90;100;120+PTX", "90"
 IMPORTS = 7
+#: Lines of a file, and of a function without its docstring, above which it is counted as too long.
+FILE, FUNCTION = 600, 60
 CONSOLE = Console(width=80)
 
 
@@ -60,6 +63,16 @@ def _words(files: Iterable[Path]) -> int:
     return sum(len(file.read_text().split()) for file in files)
 
 
+def _functions() -> Iterator[int]:
+    """The lines of every function of fastlayers, without those of its docstring."""
+    for file in (ROOT / "fastlayers").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = range(node.lineno, (node.end_lineno or 0) + 1)
+                documented = range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
+                yield len(lines) - (len(documented) if ast.get_docstring(node) is not None else 0)
+
+
 def _megabytes(file: Path) -> float:
     return file.stat().st_size / 1e6
 
@@ -69,6 +82,8 @@ def counted() -> Iterator[tuple[str, float]]:
     yield "lines.fastlayers", _lines("fastlayers", "*.py")
     yield "lines.csrc", _lines("csrc", "*.*")
     yield "lines.tests", _lines("tests", "*.py")
+    yield "above.files", sum(len(file.read_text().splitlines()) > FILE for file in (ROOT / "fastlayers").rglob("*.py"))
+    yield "above.functions", sum(lines > FUNCTION for lines in _functions())
     yield "words.readme", _words([ROOT / "README.md"])
     yield "words.docs", _words((ROOT / "docs").glob("*.md"))
     tests = [re.findall(r"^\s*def test_", file.read_text(), re.MULTILINE) for file in (ROOT / "tests").rglob("*.py")]
@@ -144,7 +159,7 @@ def rows_of(measured: Iterable[tuple[str, float]], budgets: dict[str, dict[str, 
 def table_of(rows: Iterable[Row]) -> Table:
     table = Table("", "budget", "measured", "of it", box=None, header_style="bold")
     for row in rows:
-        figures = (f"{row.budget:,g}", f"{row.measured:,.4g}", f"{row.measured / row.budget:.0%}")
+        figures = (f"{row.budget:,g}", f"{row.measured:,.4g}", f"{row.measured / row.budget:.0%}" if row.budget else "")
         table.add_row(row.name, *figures, style="red" if row.missed else None)
     return table
 

@@ -19,9 +19,9 @@ from fastlayers.graphs.gradients import Gradients
 from fastlayers.graphs.pool import Call, Pool, in_memory, in_one_segment
 from fastlayers.graphs.state import State, UncapturedError, begun_collectives
 from fastlayers.graphs.words import InWords
-from fastlayers.ops.dispatch import PLAIN, KeptAsIs, kept_as_is
 from fastlayers.ops.dtensor import Whole, differentiable_shard_of, memory_of, shard_of
-from fastlayers.patching.capture.syntax import is_ours
+from fastlayers.ops.guard import PLAIN, KeptAsIs, kept_as_is
+from fastlayers.patching.capture.run import is_ours
 from fastlayers.patching.program.program import storage
 from fastlayers.patching.regions.entries import alias, autocast_as, autocast_state, drawing, random_state
 from fastlayers.patching.regions.patterns import Flat, unflatten

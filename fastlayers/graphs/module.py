@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from fastlayers.graphs.capture import COMMUNICATES, Capture, capturing
 from fastlayers.graphs.pool import Pool
 from fastlayers.graphs.state import Counter, Generators, State, UncapturedError, draw, waits
-from fastlayers.patching.capture.syntax import containers_in, contents, same_items
+from fastlayers.patching.capture.values import containers_in, contents, same_items
 from fastlayers.patching.plan import refuse_kind
 from fastlayers.patching.program.program import storage
 from fastlayers.patching.reasons import Reason, Refusal

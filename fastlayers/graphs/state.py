@@ -23,8 +23,9 @@ from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch._ops import HigherOrderOperator
 from torch.nn.modules.batchnorm import _NormBase
 
-from fastlayers.ops.dispatch import PLAIN, QuietMode, is_dtensor
 from fastlayers.ops.dtensor import handlers, memory_of
+from fastlayers.ops.guard import PLAIN, is_dtensor
+from fastlayers.ops.modes import QuietMode
 from fastlayers.patching.capture.lookups import called_by, package, parts_of
 from fastlayers.patching.program.program import storage
 from fastlayers.patching.program.tape import communicates, written_arguments
@@ -74,7 +75,8 @@ class State:
         self.values = [scope.get(name) for scope, name in self.globals]
         named = [value for value in self.values if isinstance(value, type) and package(value) not in KNOWN]
         classes = dict.fromkeys(cls for kind in (*kinds, *named, Tensor) for cls in kind.__mro__[:-1])
-        for value in (*self.values, *map(vars, self.functions), *map(list, (vars(cls).values() for cls in named))):
+        others = (vars(cls).values() for cls in classes if package(cls) not in KNOWN)
+        for value in (*self.values, *map(vars, self.functions), *map(list, others)):
             note_containers(value, found)
         for cls in classes:
             copyreg._slotnames(cls)  # type: ignore[attr-defined]  # The first copy of an object would add them.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlayers.ops.dispatch import QuietMode
+from fastlayers.ops.modes import QuietMode
 
 __all__ = ["InWords", "concatenated"]
 

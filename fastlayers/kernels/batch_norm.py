@@ -14,17 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fastlayers.kernels.channels import (
-    BACKWARD_TILE,
-    FORWARD_TILE,
-    Geometry,
-    dense,
-    geometry,
-    gradient_launches,
-    in_layout,
-    normalise_launch,
-    statistics_launches,
-)
+from fastlayers.kernels.channels import gradient_launches, normalise_launch, statistics_launches
+from fastlayers.kernels.image_geometry import BACKWARD_TILE, FORWARD_TILE, Geometry, dense, geometry, in_layout
 from fastlayers.kernels.launch import KEPT, Launch
 from fastlayers.kernels.reductions import accumulator
 

@@ -19,17 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlayers.kernels.activations import activate, activate_backward
-from fastlayers.kernels.channels import (
-    BACKWARD_TILE,
-    FORWARD_TILE,
-    Geometry,
-    dense,
-    geometry,
-    gradient_launches,
-    in_layout,
-    normalise_launch,
-    statistics_launches,
-)
+from fastlayers.kernels.channels import gradient_launches, normalise_launch, statistics_launches
+from fastlayers.kernels.image_geometry import BACKWARD_TILE, FORWARD_TILE, Geometry, dense, geometry, in_layout
 from fastlayers.kernels.indexing import index_type
 from fastlayers.kernels.launch import KEPT, Launch, cdiv, multiprocessors
 from fastlayers.kernels.reductions import accumulator, sum_rows, unit

@@ -80,6 +80,25 @@ def over_mixture(log_q, log_p, beta):
 
 
 @triton.jit
+def _mixture_sums(
+    student_ptr, teacher_ptr, line, top_x, top_y, log_x, log_y, rows, n, temperature, beta,
+    TEMPERED: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums of both divergences from the mixture, by a second reading."""
+    of_x = tl.full((LINES, BLOCK), 0.0, ACC)
+    of_y = tl.full((LINES, BLOCK), 0.0, ACC)
+    for done in range(0, n, BLOCK):  # backwards, so as to meet the cache where the first reading left it
+        position = (n - 1 - done) // BLOCK * BLOCK + tl.arange(0, BLOCK).to(INDEX)
+        s = _load(student_ptr, line, position, rows, n, temperature, TEMPERED, ACC)
+        t = _load(teacher_ptr, line, position, rows, n, temperature, TEMPERED, ACC)
+        log_q, log_p = s - top_x[:, None] - log_x[:, None], t - top_y[:, None] - log_y[:, None]
+        over_q, over_p = over_mixture(log_q, log_p, beta)
+        of_x += tl.exp(log_q) * over_q
+        of_y += tl.exp(log_p) * over_p
+    return tl.sum(of_x, 1), tl.sum(of_y, 1)
+
+
+@triton.jit
 def _divergence_forward(
     losses_ptr, stats_ptr, student_ptr, teacher_ptr, labels_ptr, rows, n, ignore_index,
     temperature: tl.float64, beta: tl.float64, MIXED: tl.constexpr, TEMPERED: tl.constexpr,
@@ -125,25 +144,11 @@ def _divergence_forward(
     y = tl.where(top_y == float("inf"), float("nan"), tl.sum(y * tl.exp(below_y), 1))
     log_x, log_y = tl.log(x), tl.log(y)
     if MIXED:
-        of_x = tl.full((LINES, BLOCK), 0.0, ACC)
-        of_y = tl.full((LINES, BLOCK), 0.0, ACC)
-        for done in range(0, n, BLOCK):  # backwards, so as to meet the cache where the first reading left it
-            position = (n - 1 - done) // BLOCK * BLOCK + tl.arange(0, BLOCK).to(INDEX)
-            log_q = (
-                _load(student_ptr, line, position, rows, n, temperature, TEMPERED, ACC)
-                - top_x[:, None]
-                - log_x[:, None]
-            )
-            log_p = (
-                _load(teacher_ptr, line, position, rows, n, temperature, TEMPERED, ACC)
-                - top_y[:, None]
-                - log_y[:, None]
-            )
-            over_q, over_p = over_mixture(log_q, log_p, beta)
-            of_x += tl.exp(log_q) * over_q
-            of_y += tl.exp(log_p) * over_p
         kept_x, kept_y = log_x, log_y
-        cross_x, cross_y = tl.sum(of_x, 1), tl.sum(of_y, 1)
+        cross_x, cross_y = _mixture_sums(
+            student_ptr, teacher_ptr, line, top_x, top_y, log_x, log_y, rows, n, temperature, beta,
+            TEMPERED, ACC, INDEX, LINES, BLOCK,
+        )  # fmt: skip
         loss = beta * cross_y + (1.0 - beta) * cross_x
     else:
         kept_x, kept_y = 1.0 / x, 1.0 / y

@@ -29,6 +29,21 @@ from torch import Tensor
 
 from fastlayers.kernels.indexing import index_type
 from fastlayers.kernels.launch import KEPT, Launch, cdiv, multiprocessors
+from fastlayers.kernels.norm_rows import (
+    ADD,
+    WRITE,
+    Plan,
+    Tile,
+    load,
+    load_weight,
+    long_plan,
+    normed,
+    scaled,
+    split_values,
+    statistics,
+    tile_for,
+    times_weight,
+)
 from fastlayers.kernels.reductions import accumulator, merge, sum_rows, unit, welford
 
 # Elements of a tile and its warps. 16 to 32 elements a thread keep two to four 16-byte loads of 16-bit elements in
@@ -36,11 +51,10 @@ from fastlayers.kernels.reductions import accumulator, merge, sum_rows, unit, we
 # of float32 spilled, as did the backward, which holds x and dy, past 16 elements a thread, with or without the sums.
 FORWARD = {2048: 4, 8192: 8, 16384: 16, 32768: 32}
 BACKWARD = {2048: 4, 4096: 8, 8192: 16}
-MAX_ROW_BYTES = 65536
 
 # Past the registers: 16384 16-bit elements a step, by 1024 threads of 64 registers, and half of it in the backward.
 # Wider elements: half as many, an eighth of float64.
-LONG_FORWARD, LONG_BACKWARD, LONG_WARPS = 16384, 8192, 32
+LONG_FORWARD, LONG_BACKWARD = 16384, 8192
 LONG_SHARE = {2: 1, 4: 2, 8: 8}
 
 # Threads of an SM that walk the rows in a backward with sums: their registers are what limits it.
@@ -50,66 +64,11 @@ THREADS_PER_MULTIPROCESSOR = 512
 # four programs for each multiprocessor.
 SUM_COLUMNS, SUM_ROWS, SUM_WARPS, SUM_PROGRAMS_PER_MULTIPROCESSOR = 128, 16, 4, 4
 
-# The split of a long row: every program of it reads what all of them left, so that is kept to one tile.
-MAX_SPLITS = 1024
-
-
 # The kind of LayerNorm with 1 + weight.
 MODULATED = 4
 
 
-@dataclass(frozen=True)
-class Tile:
-    rows: int
-    block: int
-    warps: int
-
-
-def tile_for(n: int, table: dict[int, int], itemsize: int) -> Tile | None:
-    """The tile of whole rows of n elements of ``itemsize`` bytes; None where the registers do not hold one."""
-    block = triton.next_power_of_2(n)
-    for elements, warps in table.items():
-        elements //= 4 if itemsize == 8 else 1
-        if block <= elements and block * itemsize <= MAX_ROW_BYTES:
-            return Tile(elements // block, block, warps)
-    return None
-
-
 # -------------------------------------------------------------------------------------------------------------- kernels
-
-
-@triton.jit
-def _load(pointer, offset, inside, ACC: tl.constexpr):
-    return tl.load(pointer + offset, mask=inside, other=0.0).to(ACC)
-
-
-@triton.jit
-def _normed(x_ptr, sum_ptr, residual_ptr, offset, inside, ACC: tl.constexpr):
-    """What is normalised: x, or x + residual as it is rounded to the dtype of the sum."""
-    x = _load(x_ptr, offset, inside, ACC)
-    if residual_ptr is not None:
-        x = (x + _load(residual_ptr, offset, inside, ACC)).to(sum_ptr.dtype.element_ty).to(ACC)
-    return x
-
-
-@triton.jit
-def _load_weight(pointer, group, column, inside, tokens, strides, UNIT: tl.constexpr, ACC: tl.constexpr):
-    """Weight or bias of some columns: of a group of rows, where each has its own."""
-    if tokens is not None:
-        column += group * (strides * UNIT)
-    return _load(pointer, column, inside, ACC)
-
-
-@triton.jit
-def _scaled(normal, weight, bias, KIND: tl.constexpr, INNER: tl.constexpr, PRODUCT: tl.constexpr, ACC: tl.constexpr):
-    """y of (x - mean) * rstd. Llama's kind rounds to INNER, the dtype of x, and the product to PRODUCT."""
-    if KIND == 2:
-        normal = normal.to(INNER).to(ACC)
-    if weight is not None:
-        normal = normal * (weight + 1.0 if KIND > 2 else weight)
-        if KIND == 2:
-            normal = normal.to(PRODUCT).to(ACC)
-    return normal if bias is None else normal + bias
 
 
 @triton.jit
@@ -124,7 +83,7 @@ def _whole_forward(
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < n)
     offset = row * n + column
-    x = _normed(x_ptr, sum_ptr, residual_ptr, offset, inside, ACC)
+    x = normed(x_ptr, sum_ptr, residual_ptr, offset, inside, ACC)
     if sum_ptr is not None:
         tl.store(sum_ptr + offset, x.to(sum_ptr.dtype.element_ty), mask=inside)
     if KIND % 4 == 0:
@@ -141,21 +100,10 @@ def _whole_forward(
         tl.store(stats_ptr + row, rstd, mask=row < rows)
     group = None if tokens is None else row // tokens
     there = column < n if tokens is None else inside
-    weight = None if weight_ptr is None else _load_weight(weight_ptr, group, column, there, tokens, strides, UNIT, ACC)
-    bias = None if bias_ptr is None else _load_weight(bias_ptr, group, column, there, tokens, strides, UNIT, ACC)
-    y = _scaled(x * rstd, weight, bias, KIND, INNER, PRODUCT, ACC)
+    weight = None if weight_ptr is None else load_weight(weight_ptr, group, column, there, tokens, strides, UNIT, ACC)
+    bias = None if bias_ptr is None else load_weight(bias_ptr, group, column, there, tokens, strides, UNIT, ACC)
+    y = scaled(x * rstd, weight, bias, KIND, INNER, PRODUCT, ACC)
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-# A long row in one program (BOTH), or split: one launch for what every split ADDS, one that WRITEs.
-BOTH, ADD, WRITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-
-@triton.jit
-def _split_values(part_ptr, row, rows, splits, which: tl.constexpr, SPLITS: tl.constexpr):
-    """What the splits of a row left in part[which, row, split]."""
-    s = tl.arange(0, SPLITS)
-    return tl.load(part_ptr + (which * rows + row) * splits + s, mask=s < splits, other=0.0)
 
 
 @triton.jit
@@ -174,15 +122,15 @@ def _long_forward(
     if STAGE == WRITE:
         s = tl.arange(0, SPLITS).to(INDEX)
         count = tl.maximum(tl.minimum(n - s * chunk, chunk), 0).to(ACC)
-        mean = _split_values(part_ptr, row, rows, splits, 0, SPLITS)
-        squares = _split_values(part_ptr, row, rows, splits, 1, SPLITS)
+        mean = split_values(part_ptr, row, rows, splits, 0, SPLITS)
+        squares = split_values(part_ptr, row, rows, splits, 1, SPLITS)
     else:
         count = ((stop - start - 1 - lane + BLOCK) // BLOCK).to(ACC)
         mean = tl.full((BLOCK,), 0.0, ACC)
         squares = tl.full((BLOCK,), 0.0, ACC)
         for first in range(start, stop, BLOCK):
             inside = first + lane < stop
-            x = _normed(x_ptr, sum_ptr, residual_ptr, row * n + first + lane, inside, ACC)
+            x = normed(x_ptr, sum_ptr, residual_ptr, row * n + first + lane, inside, ACC)
             if KIND == 0:
                 steps = ((first - start) // BLOCK + 1).to(ACC)
                 mean, squares = welford(x, inside, mean, squares, 1.0 / steps)
@@ -207,34 +155,15 @@ def _long_forward(
         for done in range(0, stop - start, BLOCK):
             column = start + (stop - start - 1 - done) // BLOCK * BLOCK + lane
             inside = column < stop
-            x = _normed(x_ptr, sum_ptr, residual_ptr, row * n + column, inside, ACC)
-            weight = None if weight_ptr is None else _load(weight_ptr, column, inside, ACC)
-            bias = None if bias_ptr is None else _load(bias_ptr, column, inside, ACC)
+            x = normed(x_ptr, sum_ptr, residual_ptr, row * n + column, inside, ACC)
+            weight = None if weight_ptr is None else load(weight_ptr, column, inside, ACC)
+            bias = None if bias_ptr is None else load(bias_ptr, column, inside, ACC)
             if sum_ptr is not None:
                 tl.store(sum_ptr + row * n + column, x.to(sum_ptr.dtype.element_ty), mask=inside)
             if KIND == 0:
                 x -= mean
-            y = _scaled(x * rstd, weight, bias, KIND, INNER, PRODUCT, ACC)
+            y = scaled(x * rstd, weight, bias, KIND, INNER, PRODUCT, ACC)
             tl.store(y_ptr + row * n + column, y.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _statistics(stats_ptr, row, rows, inside, KIND: tl.constexpr):
-    """(mean, rstd) of rows."""
-    rstd = tl.load(stats_ptr + row, mask=inside, other=0.0)
-    mean = tl.zeros_like(rstd)
-    if KIND % 4 == 0:
-        mean = rstd
-        rstd = tl.load(stats_ptr + rows + row, mask=inside, other=0.0)
-    return mean, rstd
-
-
-@triton.jit
-def _times_weight(dy, weight, KIND: tl.constexpr):
-    """The gradient of what weight multiplies."""
-    if weight is not None:
-        dy = dy * (weight + 1.0 if KIND > 2 else weight)
-    return dy
 
 
 @triton.jit
@@ -264,17 +193,17 @@ def _whole_backward(
     column = tl.arange(0, BLOCK)[None, :]
     weight = None
     if weight_ptr is not None:
-        weight = _load_weight(weight_ptr, group, column, column < n, tokens, strides, UNIT, ACC)
+        weight = load_weight(weight_ptr, group, column, column < n, tokens, strides, UNIT, ACC)
     dweight = tl.full((ROWS, BLOCK), 0.0, ACC)
     dbias = tl.full((ROWS, BLOCK), 0.0, ACC)
     for first in range(start, stop, step):
         row = first + tl.arange(0, ROWS)
         inside = (row < stop)[:, None] & (column < n)
         offset = row[:, None] * n + column
-        x = _load(x_ptr, offset, inside, ACC)
-        dy = _load(dy_ptr, offset, inside, ACC)
+        x = load(x_ptr, offset, inside, ACC)
+        dy = load(dy_ptr, offset, inside, ACC)
         dsum = None if dsum_ptr is None else tl.load(dsum_ptr + offset, mask=inside, other=0.0)
-        mean, rstd = _statistics(stats_ptr, row, rows, row < stop, KIND)
+        mean, rstd = statistics(stats_ptr, row, rows, row < stop, KIND)
         rstd = rstd[:, None]
         if KIND % 4 == 0:
             rstd = tl.where(n > 1, rstd, 0.0)  # one element is its mean: exactly no gradient
@@ -283,7 +212,7 @@ def _whole_backward(
             dweight += dy * normal
         if DBIAS:
             dbias += dy
-        dy = _times_weight(dy, weight, KIND)
+        dy = times_weight(dy, weight, KIND)
         dx = dy - normal * (tl.sum(dy * normal, 1, keep_dims=True) / n)
         if KIND % 4 == 0:
             dx -= tl.sum(dy, 1, keep_dims=True) / n
@@ -311,20 +240,20 @@ def _long_backward(
     start = split.to(INDEX) * chunk
     stop = tl.minimum(start + chunk, n)
     lane = tl.arange(0, BLOCK)
-    mean, rstd = _statistics(stats_ptr, row, rows, row < rows, KIND)
+    mean, rstd = statistics(stats_ptr, row, rows, row < rows, KIND)
     if STAGE == WRITE:
-        plain = _split_values(part_ptr, row, rows, splits, 0, SPLITS)
-        along = _split_values(part_ptr, row, rows, splits, 1, SPLITS)
+        plain = split_values(part_ptr, row, rows, splits, 0, SPLITS)
+        along = split_values(part_ptr, row, rows, splits, 1, SPLITS)
     else:
         plain = tl.full((BLOCK,), 0.0, ACC)
         along = tl.full((BLOCK,), 0.0, ACC)
         for first in range(start, stop, BLOCK):
             column = first + lane
             inside = column < stop
-            x = _load(x_ptr, row * n + column, inside, ACC)
-            dy = _load(dy_ptr, row * n + column, inside, ACC)
-            weight = None if weight_ptr is None else _load(weight_ptr, column, inside, ACC)
-            dy = _times_weight(dy, weight, KIND)
+            x = load(x_ptr, row * n + column, inside, ACC)
+            dy = load(dy_ptr, row * n + column, inside, ACC)
+            weight = None if weight_ptr is None else load(weight_ptr, column, inside, ACC)
+            dy = times_weight(dy, weight, KIND)
             plain += dy
             along += dy * ((x - mean) * rstd)
     plain = tl.sum(plain, 0)
@@ -337,15 +266,15 @@ def _long_backward(
             column = start + (stop - start - 1 - done) // BLOCK * BLOCK + lane
             inside = column < stop
             offset = row * n + column
-            x = _load(x_ptr, offset, inside, ACC)
-            dy = _load(dy_ptr, offset, inside, ACC)
-            weight = None if weight_ptr is None else _load(weight_ptr, column, inside, ACC)
-            dx = _times_weight(dy, weight, KIND) - (x - mean) * rstd * (along / n)
+            x = load(x_ptr, offset, inside, ACC)
+            dy = load(dy_ptr, offset, inside, ACC)
+            weight = None if weight_ptr is None else load(weight_ptr, column, inside, ACC)
+            dx = times_weight(dy, weight, KIND) - (x - mean) * rstd * (along / n)
             if KIND == 0:
                 dx -= plain / n
             dx *= rstd
             if dsum_ptr is not None:
-                dx += _load(dsum_ptr, offset, inside, ACC)
+                dx += load(dsum_ptr, offset, inside, ACC)
             tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
@@ -368,10 +297,10 @@ def _column_sums(
         row = first + tl.arange(0, ROWS)
         inside = (row < stop)[:, None] & (column < n)
         offset = row[:, None] * n + column
-        dy = _load(dy_ptr, offset, inside, ACC)
+        dy = load(dy_ptr, offset, inside, ACC)
         if DWEIGHT:
-            x = _load(x_ptr, offset, inside, ACC)
-            mean, rstd = _statistics(stats_ptr, row, rows, row < stop, KIND)
+            x = load(x_ptr, offset, inside, ACC)
+            mean, rstd = statistics(stats_ptr, row, rows, row < stop, KIND)
             dweight += dy * ((x - mean[:, None]) * rstd[:, None])
         if DBIAS:
             dbias += dy
@@ -387,57 +316,7 @@ def _column_sums(
 # ------------------------------------------------------------------------------------------------------------- wrappers
 
 
-def _splits(n: int, rows: int, block: int, device: torch.device) -> tuple[int, int]:
-    """(programs a row, elements each takes of it): more than one where the rows leave the machine idle."""
-    idle = 2 * multiprocessors(device) // rows
-    splits = min(idle, cdiv(n, 2 * block), MAX_SPLITS) if idle > 2 else 1
-    chunk = cdiv(cdiv(n, splits), block) * block
-    return cdiv(n, chunk), chunk
-
-
 _TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """The launches of the rows; those of a split row share a buffer."""
-
-    rows: int
-    accumulator: torch.dtype
-    sum_dtype: torch.dtype
-    launches: tuple[Launch, ...]
-    long: bool
-    buffer: tuple[int, int, int] | None = None
-
-    def run(self, first: Tensor, *tensors: Tensor | None) -> None:
-        if not self.long:
-            self.launches[0](first, *tensors)
-            return
-        part = None
-        if self.buffer is not None:
-            part = torch.empty(self.buffer, dtype=self.accumulator, device=first.device)
-        for launch in self.launches:
-            launch(first, *tensors, part)
-
-
-def _long_plan(
-    function: object, n: int, rows: int, block: int, scalars: tuple[float, ...], constants: tuple[object, ...],
-    dtypes: tuple[torch.dtype, torch.dtype], device: torch.device,
-) -> Plan:  # fmt: skip
-    """A long row in one program, or split among several. ``dtypes``: the accumulator, and that of x + residual."""
-    splits, chunk = _splits(n, rows, block, device)
-    units = n // unit(n)
-    if splits == 1:
-        launch = Launch(function, rows, (1, n, rows, units, *scalars), (*constants, block, BOTH.value, 1), LONG_WARPS)
-        return Plan(rows, *dtypes, (launch,), long=True)
-    arguments = (splits, chunk, rows, units, *scalars)
-    launches = tuple(
-        Launch(
-            function, rows * splits, arguments, (*constants, block, stage, triton.next_power_of_2(splits)), LONG_WARPS
-        )
-        for stage in (ADD.value, WRITE.value)
-    )
-    return Plan(rows, *dtypes, launches, long=True, buffer=(2, rows, splits))
 
 
 @lru_cache(KEPT)
@@ -457,7 +336,7 @@ def _forward_plan(
     tile = tile_for(n, FORWARD, sum_dtype.itemsize)
     if tile is None:
         block = LONG_FORWARD // LONG_SHARE[sum_dtype.itemsize]
-        return _long_plan(_long_forward, n, rows, block, (eps,), constants, (acc_dtype, sum_dtype), device)
+        return long_plan(_long_forward, n, rows, block, (eps,), constants, (acc_dtype, sum_dtype), device)
     scalars = (rows, n // unit(n), None, None, eps)
     launch = Launch(_whole_forward, cdiv(rows, tile.rows), scalars, (*constants, tile.rows, tile.block), tile.warps)
     return Plan(rows, acc_dtype, sum_dtype, (launch,), long=False)
@@ -526,7 +405,7 @@ def _dx_plan(
     if tile is None:
         block = LONG_BACKWARD // LONG_SHARE[x.itemsize]
         long = (kind, unit(n), acc, index_type(numel))
-        return _long_plan(_long_backward, n, rows, block, (), long, (acc_dtype, x), device)
+        return long_plan(_long_backward, n, rows, block, (), long, (acc_dtype, x), device)
     constants = (kind, False, False, unit(n), acc, index_type(numel), tile.rows, tile.block)
     launch = Launch(_whole_backward, cdiv(rows, tile.rows), (rows, n // unit(n), None, None), constants, tile.warps)
     return Plan(rows, acc_dtype, x, (launch,), long=False)

@@ -69,23 +69,16 @@ def _carry(w, a, rise_a, smaller_a, shift, difference):
 
 
 @triton.jit
-def _divergence(
-    losses_ptr, student_ptr, teacher_ptr, labels_ptr, dlosses_ptr, n, student_stride, teacher_stride, dlosses_stride,
-    ignore_index, softcap: tl.float64, teacher_scale: tl.float64, teacher_softcap: tl.float64, temperature: tl.float64,
-    beta: tl.float64,
+def _row_sums(
+    student_ptr, teacher_ptr, last, softcap, teacher_scale, teacher_softcap, temperature,
     KIND: tl.constexpr, CAPPED: tl.constexpr, TEACHER_SCALED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
-    TEMPERED: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
+    TEMPERED: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The loss of a row and, if there are ``dlosses``, the gradient over the whole stride of the student's row."""
+    """The maxima of both rows, the sums of exponentials below them, and the sum of what weighs a score by the other.
+
+    For COSINE the sums are those of squares and of products.
+    """
     LOWEST: tl.constexpr = -1.7976931348623157e308 if tl.float64 == ACC else -3.4028234663852886e38
-    row = tl.program_id(0).to(INDEX)
-    student_ptr += row * student_stride
-    teacher_ptr += row * teacher_stride
-    counts = row >= 0
-    if labels_ptr is not None:
-        counts = tl.load(labels_ptr + row) != ignore_index
-    last = tl.where(counts, n, 0)
-    beta = tl.full((), beta, ACC)
     max_x, max_y = tl.full((BLOCK,), LOWEST, ACC), tl.full((BLOCK,), LOWEST, ACC)
     x, y, w = tl.full((BLOCK,), 0.0, ACC), tl.full((BLOCK,), 0.0, ACC), tl.full((BLOCK,), 0.0, ACC)
     for first in range(0, last, BLOCK):
@@ -124,6 +117,76 @@ def _divergence(
     if KIND != COSINE:  # A row with plus infinity is NaN, as its plain computation is.
         x = tl.where(top_x == float("inf"), float("nan"), x)
         y = tl.where(top_y == float("inf"), float("nan"), y)
+    return top_x, top_y, x, y, w
+
+
+@triton.jit
+def _mixture_sums(
+    student_ptr, teacher_ptr, last, top_x, top_y, log_x, log_y, softcap, teacher_scale, teacher_softcap, temperature,
+    beta,
+    KIND: tl.constexpr, CAPPED: tl.constexpr, TEACHER_SCALED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
+    TEMPERED: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(cross, loss) of a divergence from the mixture, or of the total variation, by a second reading of both rows."""
+    of_x, of_y = tl.full((BLOCK,), 0.0, ACC), tl.full((BLOCK,), 0.0, ACC)
+    for done in range(0, last, BLOCK):
+        position = (last - 1 - done) // BLOCK * BLOCK + tl.arange(0, BLOCK)
+        s = _score(student_ptr, position, last, 1.0, softcap, False, CAPPED, ACC)
+        t = _score(teacher_ptr, position, last, teacher_scale, teacher_softcap, TEACHER_SCALED, TEACHER_CAPPED, ACC)
+        log_q = (_level(s, position, last, temperature, TEMPERED, ACC) - top_x) - log_x
+        log_p = (_level(t, position, last, temperature, TEMPERED, ACC) - top_y) - log_y
+        q, p = tl.exp(log_q), tl.exp(log_p)
+        if KIND == JS:
+            over_q, over_p = over_mixture(log_q, log_p, beta)
+            of_x += q * over_q
+            of_y += p * over_p
+        else:
+            of_x += q * _sign(q - p)
+            of_y += tl.abs(q - p)
+    cross, loss = tl.sum(of_x, 0), tl.sum(of_y, 0)
+    loss = beta * loss + (1.0 - beta) * cross if KIND == JS else 0.5 * loss
+    return tl.where(loss == loss, cross, loss), loss  # NaN of the teacher is lost in a mixture
+
+
+@triton.jit
+def _slope(g, below_x, below_y, x, y, log_x, log_y, cross, beta, KIND: tl.constexpr):
+    """The gradient of scores that are ``below`` the maxima of their rows, whose sums are x and y."""
+    if KIND == KL:
+        d = g * (tl.exp(below_x) / x - tl.exp(below_y) / y)
+    elif KIND == REVERSE_KL:
+        q = tl.exp(below_x) / x
+        d = g * (q * where_positive(q, below_x - below_y - cross))
+    elif KIND == JS:
+        log_q, log_p = below_x - log_x, below_y - log_y
+        over_q, _ = over_mixture(log_q, log_p, beta)
+        d = (1.0 - beta) * g * (tl.exp(log_q) * (over_q - cross))
+    else:
+        q, p = tl.exp(below_x - log_x), tl.exp(below_y - log_y)
+        d = 0.5 * g * (q * (_sign(q - p) - cross))
+    return d
+
+
+@triton.jit
+def _divergence(
+    losses_ptr, student_ptr, teacher_ptr, labels_ptr, dlosses_ptr, n, student_stride, teacher_stride, dlosses_stride,
+    ignore_index, softcap: tl.float64, teacher_scale: tl.float64, teacher_softcap: tl.float64, temperature: tl.float64,
+    beta: tl.float64,
+    KIND: tl.constexpr, CAPPED: tl.constexpr, TEACHER_SCALED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
+    TEMPERED: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The loss of a row and, if there are ``dlosses``, the gradient over the whole stride of the student's row."""
+    row = tl.program_id(0).to(INDEX)
+    student_ptr += row * student_stride
+    teacher_ptr += row * teacher_stride
+    counts = row >= 0
+    if labels_ptr is not None:
+        counts = tl.load(labels_ptr + row) != ignore_index
+    last = tl.where(counts, n, 0)
+    beta = tl.full((), beta, ACC)
+    top_x, top_y, x, y, w = _row_sums(
+        student_ptr, teacher_ptr, last, softcap, teacher_scale, teacher_softcap, temperature,
+        KIND, CAPPED, TEACHER_SCALED, TEACHER_CAPPED, TEMPERED, ACC, BLOCK,
+    )  # fmt: skip
     log_x, log_y = tl.log(x), tl.log(y)
 
     cross = tl.full((), 0.0, ACC)  # what the gradient of a row subtracts
@@ -139,24 +202,10 @@ def _divergence(
         cross = w / x / y
         loss = 1.0 - cross
     else:
-        of_x, of_y = tl.full((BLOCK,), 0.0, ACC), tl.full((BLOCK,), 0.0, ACC)
-        for done in range(0, last, BLOCK):
-            position = (last - 1 - done) // BLOCK * BLOCK + tl.arange(0, BLOCK)
-            s = _score(student_ptr, position, last, 1.0, softcap, False, CAPPED, ACC)
-            t = _score(teacher_ptr, position, last, teacher_scale, teacher_softcap, TEACHER_SCALED, TEACHER_CAPPED, ACC)
-            log_q = (_level(s, position, last, temperature, TEMPERED, ACC) - top_x) - log_x
-            log_p = (_level(t, position, last, temperature, TEMPERED, ACC) - top_y) - log_y
-            q, p = tl.exp(log_q), tl.exp(log_p)
-            if KIND == JS:
-                over_q, over_p = over_mixture(log_q, log_p, beta)
-                of_x += q * over_q
-                of_y += p * over_p
-            else:
-                of_x += q * _sign(q - p)
-                of_y += tl.abs(q - p)
-        cross, loss = tl.sum(of_x, 0), tl.sum(of_y, 0)
-        loss = beta * loss + (1.0 - beta) * cross if KIND == JS else 0.5 * loss
-        cross = tl.where(loss == loss, cross, loss)  # NaN of the teacher is lost in a mixture
+        cross, loss = _mixture_sums(
+            student_ptr, teacher_ptr, last, top_x, top_y, log_x, log_y, softcap, teacher_scale, teacher_softcap,
+            temperature, beta, KIND, CAPPED, TEACHER_SCALED, TEACHER_CAPPED, TEMPERED, ACC, BLOCK,
+        )  # fmt: skip
     tl.store(losses_ptr + row, tl.where(counts, loss, 0.0))
 
     if dlosses_ptr is not None:
@@ -172,18 +221,7 @@ def _divergence(
             else:
                 below_x = _level(score, position, last, temperature, TEMPERED, ACC) - top_x
                 below_y = _level(t, position, last, temperature, TEMPERED, ACC) - top_y
-                if KIND == KL:
-                    d = g * (tl.exp(below_x) / x - tl.exp(below_y) / y)
-                elif KIND == REVERSE_KL:
-                    q = tl.exp(below_x) / x
-                    d = g * (q * where_positive(q, below_x - below_y - cross))
-                elif KIND == JS:
-                    log_q, log_p = below_x - log_x, below_y - log_y
-                    over_q, over_p = over_mixture(log_q, log_p, beta)
-                    d = (1.0 - beta) * g * (tl.exp(log_q) * (over_q - cross))
-                else:
-                    q, p = tl.exp(below_x - log_x), tl.exp(below_y - log_y)
-                    d = 0.5 * g * (q * (_sign(q - p) - cross))
+                d = _slope(g, below_x, below_y, x, y, log_x, log_y, cross, beta, KIND)
             if CAPPED:
                 slope = score / tl.full((), softcap, ACC)
                 d *= 1.0 - slope * slope

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastlayers.ops import dispatch
+from fastlayers.ops import guard
 from fastlayers.ops.linear import linear
 from fastlayers.ops.split import parts
 
@@ -59,7 +59,7 @@ class FusedMultiheadAttention(nn.MultiheadAttention):
     def _mask(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> Any:
         """The mask as the attention takes it; NotImplemented for calls that are torch's."""
         if (
-            not dispatch.is_plain(x)
+            not guard.is_plain(x)
             or x.dim() != 3
             or x.shape[-1] != self.embed_dim
             or not self._qkv_same_embed_dim

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastlayers.ops import dispatch
+from fastlayers.ops import guard, modes, pairs, raw_ops
 from fastlayers.ops.activations import ACTIVATIONS, Activation
-from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops.pairs import Gradients, Needs
 from fastlayers.ops.reference import LOW_PRECISION, autocasts
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def linear_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         return x.new_empty((*x.shape[:-1], weight.shape[0])), torch.empty_like(weight, dtype=x.dtype)
@@ -78,7 +78,7 @@ class Kernels(dispatch.Kernels):
         )
 
 
-FAMILY = dispatch.Family("autocast", Kernels)
+FAMILY = raw_ops.Family("autocast", Kernels)
 
 _is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled  # Takes half as long as for a device.
 
@@ -92,14 +92,14 @@ Options: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], in
 def dtype_of(t: Tensor) -> torch.dtype:
     """dtype in which a linear layer or a convolution takes a tensor, autocast included."""
     device = t.device.type
-    if autocasts(device) and t.dtype in dispatch.FLOATING and t.dtype is not torch.float64:
+    if autocasts(device) and t.dtype in guard.FLOATING and t.dtype is not torch.float64:
         return torch.get_autocast_dtype(device)
     return t.dtype
 
 
 def kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
     """The kernels, if autocast casts the float32 parameters, and x where it is float32 too; otherwise None."""
-    if torch.compiler.is_compiling() or not _is_any_autocast_enabled() or dispatch.is_watched():
+    if torch.compiler.is_compiling() or not _is_any_autocast_enabled() or modes.is_watched():
         return None
     device = x.device
     if device.type not in ("cuda", "cpu") or not torch.is_autocast_enabled(device.type):
@@ -111,7 +111,7 @@ def kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
     for t in parameters:
         if t is not None and not (
             t.dtype is torch.float32
-            and type(t) in dispatch.PLAIN
+            and type(t) in guard.PLAIN
             and t.get_device() == index
             and (t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)))
         ):
@@ -165,13 +165,13 @@ def version_of(t: Tensor | None) -> int:
 
 def differentiate(function: Callable[..., Tensor], given: Given, needs: Needs, x: Tensor, dy: Tensor) -> Gradients:
     """The gradients of ``function(x, *parameters)`` that are needed."""
-    return dispatch.differentiate(function, (x, *given.unchanged()), needs, dy)
+    return pairs.differentiate(function, (x, *given.unchanged()), needs, dy)
 
 
 # -- a linear layer ----------------------------------------------------------------------------------------------------
 
 
-class Linear(dispatch.Pair, inputs=3):
+class Linear(pairs.Pair, inputs=3):
     """Of rows in low precision. Keeps them and the weight's cast."""
 
     @staticmethod
@@ -215,14 +215,14 @@ def _are_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def autocast_input(x: Tensor) -> Tensor:
     """x as autocast gives it to a product or a convolution."""
-    x = dispatch.unwrap(x)
+    x = pairs.unwrap(x)
     return x.to(dtype_of(x)) if x.dtype is torch.float32 else x
 
 
 # -- two of them -------------------------------------------------------------------------------------------------------
 
 
-class Mlp(dispatch.Pair, inputs=5):
+class Mlp(pairs.Pair, inputs=5):
     """linear(act(linear(x))). Keeps x, the first product without its bias, and the casts of the other parameters.
 
     Backward recomputes the result of the activation, which is as large as the product.
@@ -260,7 +260,7 @@ def mlp(x: Tensor, weight: Tensor, bias: Tensor, act: str, weight2: Tensor, bias
     if (
         kernels is None
         or act not in MLP_ACTIVATIONS
-        or not dispatch.wants_gradient(x, weight, bias, weight2, bias2)
+        or not guard.wants_gradient(x, weight, bias, weight2, bias2)
         or not _are_rows(x, weight, bias)
         or weight2.shape[1:] != bias.shape
         or (bias2 is not None and bias2.shape != weight2.shape[:1])
@@ -272,7 +272,7 @@ def mlp(x: Tensor, weight: Tensor, bias: Tensor, act: str, weight2: Tensor, bias
 # -- a convolution -----------------------------------------------------------------------------------------------------
 
 
-class Convolution(dispatch.Pair, inputs=3):
+class Convolution(pairs.Pair, inputs=3):
     """Of images in low precision. Keeps them and the weight's cast."""
 
     @staticmethod
@@ -322,7 +322,7 @@ def convolution(layer: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor |
         or weight.dim() != 4
         or x.numel() == 0
         or bias.shape != weight.shape[:1]
-        or not dispatch.wants_gradient(weight, bias)
+        or not guard.wants_gradient(weight, bias)
     ):
         return None
     kernels = kernels_for(x, weight, bias)
@@ -349,11 +349,11 @@ class _CastFork(torch.autograd.Function):
         return dx + dlow, None
 
 
-_record_fork = dispatch.record_of(_CastFork)
+_record_fork = pairs.record_of(_CastFork)
 
 
 def cast_fork(x: Tensor) -> tuple[Tensor, Tensor]:
     """(x as a linear layer or a convolution takes it, x). The second result must not be written in place."""
     if x.dtype is torch.float32 and torch.is_grad_enabled() and x.requires_grad and kernels_for(x) is not None:
-        return _record_fork(dispatch.unwrap(x), dtype_of(x))
+        return _record_fork(pairs.unwrap(x), dtype_of(x))
     return x, x

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import bias_act, dispatch, elementwise, reference
+from fastlayers.ops import bias_act, elementwise, graph_ops, guard, layouts, pairs, raw_ops, reference
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE, NORM_CODES, activation
-from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops.pairs import Gradients, Needs
 
 RELU = ACTIVATIONS["relu"].code
 
@@ -21,7 +21,7 @@ CPU_LEAST = 2**18
 CPU_PLANE = 1024
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def batch_norm_train(
         x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
@@ -65,14 +65,14 @@ class Kernels(dispatch.Kernels):
 
 
 def _empty_stats(x: Tensor, keep: bool = True) -> Tensor:
-    return x.new_empty((2, x.shape[1]) if keep else 0, dtype=dispatch.accumulator(x))
+    return x.new_empty((2, x.shape[1]) if keep else 0, dtype=layouts.accumulator(x))
 
 
 def _empty_bits(x: Tensor, packed: bool) -> Tensor:
     return x.new_empty((x.numel() + 7) // 8 if packed else 0, dtype=torch.uint8)
 
 
-FAMILY = dispatch.Family("batch_norm", Kernels, cpu=True, csrc_only=("batch_norm_update_",))
+FAMILY = raw_ops.Family("batch_norm", Kernels, cpu=True, csrc_only=("batch_norm_update_",))
 
 
 def is_packed(residual: Tensor | None, act: int) -> bool:
@@ -86,9 +86,9 @@ def unsupported(
 ) -> str | None:  # fmt: skip
     """Why no kernel takes this call, None where one does."""
     dtype = x.dtype
-    if dtype not in dispatch.FLOATING:
+    if dtype not in guard.FLOATING:
         return f"no kernel for {dtype}"
-    if not dispatch.is_image(x):
+    if not layouts.is_image(x):
         return (
             f"x has shape {tuple(x.shape)} and strides {x.stride()}; kernels take (N, C, *) contiguous or channels_last"
         )
@@ -101,7 +101,7 @@ def unsupported(
     device = x.get_device()
     for parameter in (weight, bias, running_mean, running_var):
         if parameter is not None:
-            problem = dispatch.parameter_problem(parameter, device, dtype, channels)
+            problem = guard.parameter_problem(parameter, device, dtype, channels)
             if problem is not None:
                 return problem
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
@@ -113,7 +113,7 @@ def unsupported(
         return f"the running mean is {running_mean.dtype}, and the running variance {running_var.dtype}"
     if residual is None:
         return None
-    if not dispatch.is_plain(residual) or residual.dtype != dtype or residual.device != x.device:
+    if not guard.is_plain(residual) or residual.dtype != dtype or residual.device != x.device:
         return f"the residual is a {type(residual).__name__} of {residual.dtype} on {residual.device}, and x of {dtype}"
     if residual.shape != x.shape:
         return f"the residual has shape {tuple(residual.shape)}, and x {tuple(x.shape)}"
@@ -122,7 +122,7 @@ def unsupported(
 
 def _torch_is_as_fast(x: Tensor, training: bool, residual: Tensor | None, act: int) -> bool:
     """Whether a CPU has to be asked for these kernels. In eval a bare norm is one pass of torch as well."""
-    if x.dtype not in dispatch.CPU_DTYPES or x.dim() < 2 or x.numel() < CPU_LEAST:
+    if x.dtype not in guard.CPU_DTYPES or x.dim() < 2 or x.numel() < CPU_LEAST:
         return True
     if not training and act == 0 and residual is None:
         return True
@@ -132,7 +132,7 @@ def _torch_is_as_fast(x: Tensor, training: bool, residual: Tensor | None, act: i
     return pixels < CPU_PLANE or (x.dtype != torch.float32 and act != RELU)
 
 
-class BatchNorm(dispatch.Pair, inputs=4):
+class BatchNorm(pairs.Pair, inputs=4):
     """Keeps x, the weight, the mean and rstd of each channel; for an activation the bias and the residual, from which
     backward recomputes its argument, or for relu after a residual one bit an element."""
 
@@ -171,7 +171,7 @@ class BatchNorm(dispatch.Pair, inputs=4):
         return decomposed_backward(dy, *args)
 
 
-class BatchNormInGraph(dispatch.Pair, inputs=4, materialize=False):
+class BatchNormInGraph(pairs.Pair, inputs=4, materialize=False):
     """BatchNorm in training, with the moments of x as a result: an op in a graph may not write its arguments."""
 
     @staticmethod
@@ -208,7 +208,7 @@ def _update(
     if running_mean is None or running_var is None:
         return count(num_batches_tracked, True)
     with torch.no_grad():
-        if dispatch.graph_holds_csrc() and is_count(num_batches_tracked, moments):  # one launch instead of three
+        if graph_ops.graph_holds_csrc() and is_count(num_batches_tracked, moments):  # one launch instead of three
             torch.ops.fastlayers.batch_norm_update_(running_mean, running_var, num_batches_tracked, moments, momentum)
             return None
         count(num_batches_tracked, True)
@@ -249,7 +249,7 @@ def decomposed_backward(
     bias = torch.zeros_like(weight) if bias is None else bias
     residual = torch.zeros_like(x) if residual is None else residual
     tensors = (x, residual, weight, bias)
-    return dispatch.differentiate(compose, tensors, (True,) * 4, dy.to(stats.dtype))  # type: ignore[return-value]
+    return pairs.differentiate(compose, tensors, (True,) * 4, dy.to(stats.dtype))  # type: ignore[return-value]
 
 
 def count(num_batches_tracked: Tensor | None, training: bool) -> None:
@@ -294,8 +294,8 @@ def batch_norm(
     elif (
         training
         and torch.compiler.is_compiling()
-        and dispatch.graph_keeps_kernel(x)
-        and dispatch.wants_gradient(x, weight, bias, residual)
+        and graph_ops.graph_keeps_kernel(x)
+        and guard.wants_gradient(x, weight, bias, residual)
         and unsupported(x, running_mean, running_var, weight, bias, training, eps, residual) is None
     ):
         y, moments = _in_graph(x, residual, weight, bias, eps, code)
@@ -303,9 +303,9 @@ def batch_norm(
         return y
     count(num_batches_tracked, training)
     arguments = (x, running_mean, running_var, weight, bias, training)
-    alone = backends.get_backend() is None and dispatch.is_plain(x) and not torch.compiler.is_compiling()
+    alone = backends.get_backend() is None and guard.is_plain(x) and not torch.compiler.is_compiling()
     if act == "relu" and residual is not None and alone:
         # torch's norm and one pass for the rest, by the kernel that add_relu has.
         z = reference.batch_norm(*arguments, momentum, eps, None, None)
         return elementwise.add_relu(z, residual)
-    return dispatch.call_reference(reference.batch_norm, *arguments, momentum, eps, residual, act)
+    return guard.call_reference(reference.batch_norm, *arguments, momentum, eps, residual, act)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, reference
+from fastlayers.ops import guard, pairs, raw_ops, reference
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE, as_two, cpu_gelu_gains, parameters_of
-from fastlayers.ops.dispatch import Gradients, Needs
 from fastlayers.ops.elementwise import GPU_LEAST
+from fastlayers.ops.pairs import Gradients, Needs
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def bias_act_forward(x: Tensor, bias: Tensor | None, act: int, first: float, second: float) -> Tensor:
         return torch.empty_like(x if bias is None else x + bias)
@@ -28,7 +28,7 @@ class Kernels(dispatch.Kernels):
         return torch.empty_like(x), x.new_empty(x.shape[-1] if dbias else 0, dtype=dtype or x.dtype)
 
 
-FAMILY = dispatch.Family("bias_act", Kernels, cpu=True)
+FAMILY = raw_ops.Family("bias_act", Kernels, cpu=True)
 
 #: The activations that an unforced call runs in a kernel even without a bias: torch has no kernel for quick_gelu and
 #: relu2, and its kernels for gelu, mish, elu and softplus are limited by arithmetic (.91, .70, .81 and .67 of the copy
@@ -53,14 +53,14 @@ _RELU = ACTIVATIONS["relu"].code
 def unsupported(x: Tensor, bias: object, act: str | None) -> str | None:
     """Why no kernel takes this call, None where one does."""
     dtype = x.dtype
-    if dtype not in dispatch.FLOATING:
+    if dtype not in guard.FLOATING:
         return f"no kernel for {dtype}"
     if act is None:
         return "no activation; a sum alone is torch's own"
     if x.numel() == 0:
         return f"nothing to compute on shape {tuple(x.shape)}"
     if bias is not None:
-        if not dispatch.is_plain(bias):
+        if not guard.is_plain(bias):
             return f"the bias is a {type(bias).__name__}; kernels take a plain tensor"
         if bias.dtype != dtype or bias.get_device() != x.get_device() or bias.shape != x.shape[-1:] or x.dim() == 0:
             given = f"{bias.dtype}, shape {tuple(bias.shape)} on {bias.device}"
@@ -68,7 +68,7 @@ def unsupported(x: Tensor, bias: object, act: str | None) -> str | None:
     return None
 
 
-class BiasAct(dispatch.Pair, inputs=2):
+class BiasAct(pairs.Pair, inputs=2):
     """Keeps x and the bias, whose sum backward recomputes; for relu the result, which the next layer may keep too."""
 
     @staticmethod
@@ -97,13 +97,13 @@ def _gains_nothing(kernels: Kernels, x: Tensor, bias: object, act: str | None) -
     elements = x.numel()
     if not kernels.unasked:
         return bias is None and (elements < GPU_LEAST or act not in FASTER_BARE)
-    if elements < CPU_LEAST or x.dtype not in dispatch.CPU_DTYPES or (act == "gelu" and not cpu_gelu_gains()):
+    if elements < CPU_LEAST or x.dtype not in guard.CPU_DTYPES or (act == "gelu" and not cpu_gelu_gains()):
         return True
     if bias is None:
         return act not in CPU_FASTER_BARE
     if act != "gelu" or x.dtype != torch.float32 or elements >= CPU_LEAST_GELU:
         return False
-    return not (dispatch.is_plain(bias) and dispatch.wants_gradient(x, bias))
+    return not (guard.is_plain(bias) and guard.wants_gradient(x, bias))
 
 
 def bias_act(x: Tensor, bias: Tensor | None, act: str | None, given: Mapping[str, float]) -> Tensor:
@@ -119,7 +119,7 @@ def bias_act(x: Tensor, bias: Tensor | None, act: str | None, given: Mapping[str
             code = ACTIVATIONS[act].code
             return BiasAct.run(kernels, x, bias, code, parameters)
         backends.refuse(reason)
-    return dispatch.call_reference(reference.bias_act, x, bias, act, parameters)
+    return guard.call_reference(reference.bias_act, x, bias, act, parameters)
 
 
 def in_place(function: Callable[..., Tensor], x: Tensor, *parameters: float) -> Tensor:

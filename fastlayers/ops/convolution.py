@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch
+from fastlayers.ops import guard, modes, pairs, raw_ops
 from fastlayers.ops.reference import LOW_PRECISION
 
 #: Elements of x from which the kernel serves. Timed alone from 25 million on: where it ceases to gain is not known.
@@ -34,9 +34,9 @@ class _PointwiseFork(torch.autograd.Function):
         both = (
             for_x
             and dx is not None
-            and not dispatch.needs_double_backward(dy)
-            and not dispatch.needs_double_backward(dx)
-            and not dispatch.is_watched()
+            and not guard.needs_double_backward(dy)
+            and not guard.needs_double_backward(dx)
+            and not modes.is_watched()
         )
         product, dweight, _ = torch.ops.aten.convolution_backward(
             dy, x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [for_x and not both, for_weight, False]
@@ -46,18 +46,18 @@ class _PointwiseFork(torch.autograd.Function):
             from fastlayers.kernels.convolution import pointwise_backward
 
             dy, dx = (t.contiguous(memory_format=torch.channels_last) for t in (dy, dx))
-            return dispatch.observable(pointwise_backward)(dy, weight, dx), dweight
+            return raw_ops.observable(pointwise_backward)(dy, weight, dx), dweight
         return product if dx is None or not for_x else product + dx, dweight
 
 
-_record = dispatch.record_of(_PointwiseFork)
+_record = pairs.record_of(_PointwiseFork)
 
 
 def adds_gradients(x: Tensor, weight: Tensor) -> bool:
     """Whether a kernel adds the gradients of x after a convolution by this weight, which may be float32."""
     if (
         torch.compiler.is_compiling()
-        or not (dispatch.is_plain(x) and dispatch.is_plain(weight))
+        or not (guard.is_plain(x) and guard.is_plain(weight))
         or x.dtype not in LOW_PRECISION
         or x.dim() != 4
         or not (torch.is_grad_enabled() and x.requires_grad)
@@ -66,7 +66,7 @@ def adds_gradients(x: Tensor, weight: Tensor) -> bool:
         or not x.is_contiguous(memory_format=torch.channels_last)
         or not x.is_cuda
         or x.get_device() != weight.get_device()
-        or dispatch.must_decompose()
+        or guard.must_decompose()
     ):
         return False
     casts = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == x.dtype
@@ -75,4 +75,4 @@ def adds_gradients(x: Tensor, weight: Tensor) -> bool:
 
 def pointwise_fork(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(conv2d(x, weight), x), where :func:`adds_gradients` allows it. The cast of the weight is autograd's own."""
-    return _record(dispatch.unwrap(x), dispatch.unwrap(weight).to(x.dtype))
+    return _record(pairs.unwrap(x), pairs.unwrap(weight).to(x.dtype))

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastlayers.ops import autocast, batch_norm, dispatch
+from fastlayers.ops import autocast, batch_norm, guard, pairs, raw_ops
 from fastlayers.ops.activations import NORM_CODES, activation
-from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops.pairs import Gradients, Needs
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def convolution_norm_autocast(
         x: Tensor, weight: Tensor, residual: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
@@ -49,7 +49,7 @@ class Kernels(dispatch.Kernels):
 autocast.FAMILY.declare(Kernels)
 
 
-class ConvolutionNorm(dispatch.Pair, inputs=5):
+class ConvolutionNorm(pairs.Pair, inputs=5):
     """act(batch_norm(convolution(x)) + residual). Keeps what the two keep, and the weight's cast."""
 
     @staticmethod
@@ -143,11 +143,11 @@ def convolution_norm(layer: Any, x: Tensor, norm: Any, residual: Tensor | None, 
         or x.dim() != 4
         or x.shape[0] < 2  # of one there might be one value in a channel, which is an error
         or x.numel() == 0
-        or not dispatch.wants_gradient(x, weight, norm_weight, norm_bias, residual)
+        or not guard.wants_gradient(x, weight, norm_weight, norm_bias, residual)
     ):
         return None
     if residual is not None and (
-        type(residual) not in dispatch.PLAIN
+        type(residual) not in guard.PLAIN
         or residual.dtype is not torch.get_autocast_dtype(x.device.type)
         or residual.get_device() != x.get_device()
         or residual.shape != result_shape(layer, x.shape)

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import _reduction
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, reference
-from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops import graph_ops, guard, layouts, pairs, raw_ops, reference
+from fastlayers.ops.pairs import Gradients, Needs
 from fastlayers.ops.softmax import GPU_LEAST
 
 #: Elements from which an unforced call on a CPU gets the kernel, and the numbers of classes: it gains nothing where a
@@ -37,14 +37,14 @@ _MOST_CLASSES = 2**30
 NONE, MEAN, SUM = 0, 1, 2
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def cross_entropy_forward(
         x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int, label_smoothing: float,
         softcap: float, z_loss: float, dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         loss = x.new_empty(target.shape if reduction == NONE else (), dtype=dtype)
-        return loss, x.new_empty((2 * target.numel() + 2,), dtype=dispatch.accumulator(x))
+        return loss, x.new_empty((2 * target.numel() + 2,), dtype=layouts.accumulator(x))
 
     @staticmethod
     def cross_entropy_backward(
@@ -67,10 +67,10 @@ class Kernels(dispatch.Kernels):
         logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float,
         softcap: float, z_loss: float, grad_scale: Tensor | None, want_grad: bool, columns: int,
     ) -> Tensor:  # fmt: skip
-        return logits.new_empty(target.shape, dtype=dispatch.accumulator(logits))
+        return logits.new_empty(target.shape, dtype=layouts.accumulator(logits))
 
 
-FAMILY = dispatch.Family("cross_entropy", Kernels, cpu=True)
+FAMILY = raw_ops.Family("cross_entropy", Kernels, cpu=True)
 
 
 class Options(NamedTuple):
@@ -164,11 +164,9 @@ def unsupported(x: Tensor, target: object, weight: Tensor | None, options: Optio
     given, shape = x.dtype, x.shape
     if x.dim() > 0 and shape[_class_dim(x)] > _MOST_CLASSES:
         return f"logits of {shape[_class_dim(x)]} classes; kernels take up to 2^30"
-    if given not in dispatch.FLOATING or not (
-        out is given or (out == torch.float32 and given in reference.LOW_PRECISION)
-    ):
+    if given not in guard.FLOATING or not (out is given or (out == torch.float32 and given in reference.LOW_PRECISION)):
         return f"no kernel from {given} to {out}"
-    if not dispatch.is_plain(target):
+    if not guard.is_plain(target):
         return f"the target is a {type(target).__name__}; kernels take a plain tensor"
     if target.dtype != torch.int64:
         return f"the target is {target.dtype}; kernels take classes as int64, and torch's own serve probabilities"
@@ -182,18 +180,18 @@ def unsupported(x: Tensor, target: object, weight: Tensor | None, options: Optio
         return f"label_smoothing is {options.label_smoothing}"
     if weight is None:
         return None
-    if not dispatch.is_plain(weight) or weight.get_device() != x.get_device() or weight.requires_grad:
+    if not guard.is_plain(weight) or weight.get_device() != x.get_device() or weight.requires_grad:
         return f"the weight is a {type(weight).__name__} on {weight.device}; kernels take one without a gradient"
     if weight.shape != (shape[_class_dim(x)],) or (weight.dtype is not given and out is given):
         return f"the weight is {weight.dtype} of shape {tuple(weight.shape)}, for {given} logits of {tuple(shape)}"
-    return None if weight.dtype in dispatch.FLOATING else f"no kernel for a weight of {weight.dtype}"
+    return None if weight.dtype in guard.FLOATING else f"no kernel for a weight of {weight.dtype}"
 
 
 def _gains(kernels: Kernels, x: Tensor, options: Options) -> bool:
     """Whether a call that nobody forced gains by the kernel."""
     if not kernels.unasked:
         return bool(options.softcap or options.z_loss) or x.numel() >= GPU_LEAST
-    if x.dim() == 0 or x.dtype not in dispatch.CPU_DTYPES or x.numel() < CPU_LEAST:
+    if x.dim() == 0 or x.dtype not in guard.CPU_DTYPES or x.numel() < CPU_LEAST:
         return False
     classes = x.shape[_class_dim(x)]
     return classes <= _CPU_TRANSPOSED or classes >= _CPU_LONG
@@ -220,7 +218,7 @@ _OVERWRITTEN = (
 )
 
 
-class CrossEntropy(dispatch.Pair, inputs=1):
+class CrossEntropy(pairs.Pair, inputs=1):
     """Keeps the logits, the classes, the weight, and lse of each row with the sums that all rows share."""
 
     @staticmethod
@@ -251,7 +249,7 @@ class _OverwritingCrossEntropy(CrossEntropy.node):  # type: ignore[valid-type, m
         if getattr(ctx, "overwritten", False):
             raise RuntimeError(_OVERWRITTEN)
         x, target, weight, stats = ctx.saved_tensors
-        if dispatch.needs_double_backward(dy) or not x.is_contiguous():
+        if guard.needs_double_backward(dy) or not x.is_contiguous():
             return CrossEntropy.node.backward(ctx, dy)
         ctx.kernels.cross_entropy_backward_(dy, x, target, weight, stats, *ctx.rest)
         # Any other node that kept the logits then raises in its backward.
@@ -260,7 +258,7 @@ class _OverwritingCrossEntropy(CrossEntropy.node):  # type: ignore[valid-type, m
         return x.detach(), None
 
 
-_record_overwriting = dispatch.record_of(_OverwritingCrossEntropy)
+_record_overwriting = pairs.record_of(_OverwritingCrossEntropy)
 
 
 _in_graph = FAMILY.graph_op_of(CrossEntropy, "cross_entropy")
@@ -287,21 +285,21 @@ def cross_entropy(
         reason = unsupported(x, target, weight, options, out)
         if reason is None:
             weight = _wide(weight, x)
-            target = dispatch.unwrap(target)
+            target = pairs.unwrap(target)
             try:
-                if inplace and dispatch.wants_gradient(x):
-                    return _record_overwriting(dispatch.unwrap(x), (kernels, target, weight, *options, out))
+                if inplace and guard.wants_gradient(x):
+                    return _record_overwriting(pairs.unwrap(x), (kernels, target, weight, *options, out))
                 return CrossEntropy.run(kernels, x, target, weight, *options, out)
             except RuntimeError as error:
                 raise _as_torch_raises(error) from None
         backends.refuse(reason)
-    elif torch.compiler.is_compiling() and dispatch.graph_keeps_kernel(x):
+    elif torch.compiler.is_compiling() and graph_ops.graph_keeps_kernel(x):
         # Inductor reaches half of the memory limit, so a graph keeps the kernel. It never writes the logits, even where
         # ``inplace`` allows it.
         out = reference.loss_dtype(x)
         if unsupported(x, target, weight, options, out) is None:
             return _in_graph(x, target, _wide(weight, x), *options, out)
-    return dispatch.call_reference(reference.cross_entropy, x, target, weight, *options)
+    return guard.call_reference(reference.cross_entropy, x, target, weight, *options)
 
 
 # ---- a chunk of linear_cross_entropy ---------------------------------------------------------------------------------

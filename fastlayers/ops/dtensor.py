@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastlayers.ops import dispatch
+from fastlayers.ops import guard
 
 #: Plans that are kept; there is one for each combination of shapes and placements.
 KEPT = 4096
@@ -202,7 +202,7 @@ def _described(local: Tensor, kind: Any, mesh: Any, placements: Placements, shap
 def _own(t: DTensor) -> Tensor:
     """The shard of this rank, once an asynchronous collective that makes it has ended."""
     local = t.to_local()
-    if type(local) not in dispatch.PLAIN and type(local).__name__ == "AsyncCollectiveTensor":
+    if type(local) not in guard.PLAIN and type(local).__name__ == "AsyncCollectiveTensor":
         local = local.wait()
     found: Tensor = local
     return found
@@ -267,7 +267,7 @@ def handlers() -> list[dict[Any, Any]]:
 
 def shard_of(t: Tensor) -> Tensor:
     """What this rank has of a tensor, without a graph: all of a plain one."""
-    if not dispatch.is_dtensor(t):
+    if not guard.is_dtensor(t):
         return t
     with torch.no_grad():
         return _own(t)
@@ -275,12 +275,12 @@ def shard_of(t: Tensor) -> Tensor:
 
 def memory_of(t: Tensor) -> Tensor:
     """:func:`shard_of` for a parameter or a buffer, to be looked at only: 20 times as fast, and no tensor is made."""
-    return t._local_tensor if dispatch.is_dtensor(t) else t  # type: ignore[attr-defined,no-any-return]
+    return t._local_tensor if guard.is_dtensor(t) else t  # type: ignore[attr-defined,no-any-return]
 
 
 def differentiable_shard_of(t: Tensor) -> Tensor:
     """What this rank has of a tensor, whose gradient is placed as that of a result is: all of a plain one."""
-    if not dispatch.is_dtensor(t):
+    if not guard.is_dtensor(t):
         return t
     found: Tensor = t.to_local(grad_placements=of_gradient(t.placements))  # type: ignore[attr-defined]
     return found
@@ -297,7 +297,7 @@ class Whole(NamedTuple):
     @classmethod
     def of(cls, t: Tensor) -> Whole | None:
         """None of a plain tensor."""
-        return cls(type(t), t.device_mesh, t.placements, tuple(t.shape)) if dispatch.is_dtensor(t) else None  # type: ignore
+        return cls(type(t), t.device_mesh, t.placements, tuple(t.shape)) if guard.is_dtensor(t) else None  # type: ignore
 
     def of_shard(self, local: Tensor) -> DTensor:
         """The DTensor of which this rank has the shard."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, reference
-from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops import guard, layouts, pairs, raw_ops, reference
+from fastlayers.ops.pairs import Gradients, Needs
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def relu_add(x: Tensor, y: Tensor, bias: Tensor | None, alpha: float) -> Tensor:
         return reference.relu_add(x, y, 0.0 if bias is None else bias)
@@ -55,7 +55,7 @@ def _with_bits(out: Tensor) -> tuple[Tensor, Tensor]:
     return out, out.new_empty((out.numel() + 7) // 8, dtype=torch.uint8)
 
 
-FAMILY = dispatch.Family("elementwise", Kernels, cpu=True)
+FAMILY = raw_ops.Family("elementwise", Kernels, cpu=True)
 
 #: Where an unforced call gets the kernels; elsewhere torch's own ops are as fast or faster. On CPU, the figures being
 #: C++ time over eager's with one thread and with two, on an EPYC 9004 with AVX2:
@@ -82,7 +82,7 @@ def _eager_is_faster(x: Tensor, y: object) -> bool:
     n = x.numel()
     if x.is_cuda:
         return n < GPU_LEAST
-    if n < CPU_LEAST or x.dtype not in dispatch.FLOATING or not isinstance(y, Tensor):
+    if n < CPU_LEAST or x.dtype not in guard.FLOATING or not isinstance(y, Tensor):
         return True
     if n < CPU_LEAST_TRAINING and torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
         return True
@@ -92,9 +92,9 @@ def _eager_is_faster(x: Tensor, y: object) -> bool:
 
 def unsupported(x: Tensor, y: object, same_shape: bool) -> str | None:
     """Why no kernel takes this pair, None where one does."""
-    if not dispatch.is_plain(y):
+    if not guard.is_plain(y):
         return f"it takes plain tensors, and got {type(y).__name__}"
-    if x.dtype != y.dtype or x.dtype not in dispatch.FLOATING:
+    if x.dtype != y.dtype or x.dtype not in guard.FLOATING:
         return f"the operands are {x.dtype} and {y.dtype}; kernels take one floating dtype"
     if x.device != y.device:
         return f"the operands are on {x.device} and {y.device}"
@@ -108,11 +108,11 @@ def unsupported(x: Tensor, y: object, same_shape: bool) -> str | None:
 def _unsupported_bias(x: Tensor, bias: object, backend: str) -> str | None:
     if isinstance(bias, float | int):
         return None
-    if not dispatch.is_plain(bias):
+    if not guard.is_plain(bias):
         return f"the bias is a {type(bias).__name__}; kernels take a number or a plain tensor"
     if backend == "cpu":
         return "the bias is a tensor; the C++ kernel takes a number"
-    if bias.dtype != x.dtype or bias.device != x.device or not dispatch.broadcasts_to(bias.shape, x.shape):
+    if bias.dtype != x.dtype or bias.device != x.device or not layouts.broadcasts_to(bias.shape, x.shape):
         given = f"{bias.dtype}, shape {tuple(bias.shape)} on {bias.device}"
         return f"a bias of {given}, for {x.dtype}, {tuple(x.shape)} on {x.device}"
     return None
@@ -124,7 +124,7 @@ def unpack_bits(bits: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Te
     return ((bits.unsqueeze(1) >> shifts) & 1).bool().flatten().as_strided(shape, strides)
 
 
-class ReLUAdd(dispatch.Pair, inputs=3):
+class ReLUAdd(pairs.Pair, inputs=3):
     """relu(x) + y + bias + alpha, or relu(x + y) where alpha is None.
 
     Keeps one bit an element, where x needs a gradient.
@@ -151,7 +151,7 @@ class ReLUAdd(dispatch.Pair, inputs=3):
     ) -> Gradients:  # fmt: skip
         gated = dbias = None
         if bits is not None:
-            dense = dispatch.with_strides(dy, strides)
+            dense = layouts.with_strides(dy, strides)
             if needs[2]:
                 gated, dbias = kernels.relu_add_backward(dense, bits, bias_shape)  # type: ignore[arg-type]
             else:
@@ -186,7 +186,7 @@ def relu_add(x: Tensor, y: Tensor, bias: float | Tensor) -> Tensor:
             vector, alpha = (bias, 0.0) if isinstance(bias, Tensor) else (None, float(bias))
             return ReLUAdd.run(kernels, x, y, vector, alpha)
         backends.refuse(reason)
-    return dispatch.call_reference(reference.relu_add, x, y, bias)
+    return guard.call_reference(reference.relu_add, x, y, bias)
 
 
 def add_relu(x: Tensor, y: Tensor) -> Tensor:
@@ -198,10 +198,10 @@ def add_relu(x: Tensor, y: Tensor) -> Tensor:
         if reason is None:
             return ReLUAdd.run(kernels, x, y, None, None)
         backends.refuse(reason)
-    return dispatch.call_reference(reference.add_relu, x, y)
+    return guard.call_reference(reference.add_relu, x, y)
 
 
-class Mul(dispatch.Pair, inputs=2):
+class Mul(pairs.Pair, inputs=2):
     """Keeps its inputs. Both gradients come from one kernel, with the sum over a broadcast operand's repeats."""
 
     @staticmethod
@@ -236,4 +236,4 @@ def mul(x: Tensor, y: Tensor) -> Tensor:
         if reason is None:
             return Mul.run(kernels, x, y)
         backends.refuse(reason)
-    return dispatch.call_reference(reference.mul, x, y)
+    return guard.call_reference(reference.mul, x, y)

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import autocast, dispatch, elementwise, reference
+from fastlayers.ops import autocast, elementwise, guard, pairs, raw_ops, reference
 from fastlayers.ops.activations import BY_CODE, activation, cpu_gelu_gains
-from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops.pairs import Gradients, Needs
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def gated_forward(gate: Tensor, up: Tensor, act: int) -> Tensor:
         return torch.relu(gate) * up
@@ -37,7 +37,7 @@ class Kernels(dispatch.Kernels):
         return torch.empty_like(x)
 
 
-FAMILY = dispatch.Family("glu", Kernels, cpu=True)
+FAMILY = raw_ops.Family("glu", Kernels, cpu=True)
 
 #: Where an unforced call on a CPU gets the kernels. The figures are eager's time over that of C++ with two threads, on
 #: a Xeon with AVX-512, forward, and forward with backward:
@@ -50,7 +50,7 @@ CPU_LEAST = 2**17
 def _eager_is_faster(kernels: Kernels, gate: Tensor, elements: int, act: str | None) -> bool:
     if not kernels.unasked:
         return False
-    return elements < CPU_LEAST or gate.dtype not in dispatch.CPU_DTYPES or (act == "gelu" and not cpu_gelu_gains())
+    return elements < CPU_LEAST or gate.dtype not in guard.CPU_DTYPES or (act == "gelu" and not cpu_gelu_gains())
 
 
 def _decomposed_backward(dy: Tensor, gate: Tensor, up: Tensor, act: int) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ def _decomposed_backward(dy: Tensor, gate: Tensor, up: Tensor, act: int) -> tupl
     return entry.backward(dy * up, gate), dy * entry.function(gate)
 
 
-class Gated(dispatch.Pair, inputs=2):
+class Gated(pairs.Pair, inputs=2):
     """Keeps gate and up; backward recomputes act(gate)."""
 
     @staticmethod
@@ -80,14 +80,14 @@ def gated(gate: Tensor, up: Tensor, act: str | None) -> Tensor:
     if kernels is not None:
         if _eager_is_faster(kernels, gate, gate.numel(), act):
             return reference.gated(gate, up, act)
-        reason = elementwise.unsupported(gate, up, True) or dispatch.act_problem(act, gate)
+        reason = elementwise.unsupported(gate, up, True) or guard.act_problem(act, gate)
         if reason is None:
             return Gated.run(kernels, gate, up, code)
         backends.refuse(reason)
-    return dispatch.call_reference(reference.gated, gate, up, act)
+    return guard.call_reference(reference.gated, gate, up, act)
 
 
-class GatedLinear(dispatch.Pair, inputs=4):
+class GatedLinear(pairs.Pair, inputs=4):
     """Keeps gate, up and weight; backward recomputes the product of the gate.
 
     The linear layer's own Function would keep that product, and its gradient would be a third tensor beside the
@@ -142,7 +142,7 @@ def _linear_gradients(
 
 def _unsupported_linear(gate: Tensor, weight: object, bias: object) -> str | None:
     """Why no kernel takes a linear layer of these on the product of a gate, None where one does."""
-    if not (dispatch.is_plain(weight) and (bias is None or dispatch.is_plain(bias))):
+    if not (guard.is_plain(weight) and (bias is None or guard.is_plain(bias))):
         return f"weight and bias are {type(weight).__name__} and {type(bias).__name__}; it takes plain tensors"
     shape, dtype = weight.shape, autocast.dtype_of(gate)
     if gate.dim() == 0 or len(shape) != 2 or shape[1] != gate.shape[-1] or shape[0] == 0:
@@ -158,10 +158,10 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, 
     code = activation(act).code
     kernels = FAMILY.kernels_for(gate)
     if kernels is None or _eager_is_faster(kernels, gate, gate.numel(), act):
-        return dispatch.call_reference(reference.gated_linear, gate, up, weight, bias, act)
+        return guard.call_reference(reference.gated_linear, gate, up, weight, bias, act)
     reason = (
         elementwise.unsupported(gate, up, True)
-        or dispatch.act_problem(act, gate)
+        or guard.act_problem(act, gate)
         or _unsupported_linear(gate, weight, bias)
     )
     if reason is not None:
@@ -169,12 +169,12 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, 
         return F.linear(gated(gate, up, act), weight, bias)
     dtype = autocast.dtype_of(gate)
     # Recorded by autograd, as what autocast does is: a float32 weight gets a float32 gradient.
-    weight = dispatch.unwrap(weight).to(dtype)
-    bias = bias if bias is None else dispatch.unwrap(bias).to(dtype)
+    weight = pairs.unwrap(weight).to(dtype)
+    bias = bias if bias is None else pairs.unwrap(bias).to(dtype)
     return GatedLinear.run(kernels, gate, up, weight, bias, code)
 
 
-class GLU(dispatch.Pair, inputs=1):
+class GLU(pairs.Pair, inputs=1):
     """Keeps x; backward recomputes the activation of its gate. The gradient is one tensor, as x is."""
 
     @staticmethod
@@ -194,11 +194,11 @@ class GLU(dispatch.Pair, inputs=1):
 
 
 def _unsupported_packed(x: Tensor, dim: int, act: str | None) -> str | None:
-    if x.dtype not in dispatch.FLOATING:
+    if x.dtype not in guard.FLOATING:
         return f"no kernel for {x.dtype}"
     if not -x.dim() <= dim < x.dim() or x.shape[dim] % 2 or x.numel() == 0:
         return f"no halves of dimension {dim} in shape {tuple(x.shape)}"
-    return dispatch.act_problem(act, x)
+    return guard.act_problem(act, x)
 
 
 def glu(x: Tensor, dim: int, act: str | None, gate_first: bool) -> Tensor:
@@ -213,4 +213,4 @@ def glu(x: Tensor, dim: int, act: str | None, gate_first: bool) -> Tensor:
         if reason is None:
             return GLU.run(kernels, x, dim, code, gate_first)
         backends.refuse(reason)
-    return dispatch.call_reference(reference.glu, x, dim, act, gate_first)
+    return guard.call_reference(reference.glu, x, dim, act, gate_first)

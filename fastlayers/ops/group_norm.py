@@ -8,30 +8,30 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import bias_act, dispatch, reference
+from fastlayers.ops import bias_act, graph_ops, guard, layouts, pairs, raw_ops, reference
 from fastlayers.ops.activations import BY_CODE, NORM_CODES, activation
-from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops.pairs import Gradients, Needs
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def group_norm_forward(
         x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: int,
         dtype: torch.dtype, keep: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y = torch.empty_like(x, dtype=dtype) if dispatch.is_image(x) else x.new_empty(x.shape, dtype=dtype)
-        return y, x.new_empty((2, x.shape[0] * num_groups) if keep else 0, dtype=dispatch.accumulator(x))
+        y = torch.empty_like(x, dtype=dtype) if layouts.is_image(x) else x.new_empty(x.shape, dtype=dtype)
+        return y, x.new_empty((2, x.shape[0] * num_groups) if keep else 0, dtype=layouts.accumulator(x))
 
     @staticmethod
     def group_norm_backward(
         dy: Tensor, x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, stats: Tensor, act: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dx = torch.empty_like(x) if dispatch.is_image(x) else x.new_empty(x.shape)
+        dx = torch.empty_like(x) if layouts.is_image(x) else x.new_empty(x.shape)
         like = stats if weight is None else weight
         return dx, like.new_empty(x.shape[1]), like.new_empty(x.shape[1])
 
 
-FAMILY = dispatch.Family("group_norm", Kernels, cpu=True)
+FAMILY = raw_ops.Family("group_norm", Kernels, cpu=True)
 
 
 #: Elements from which an unforced call on a CPU gets the kernels, and the pixels that it has at least, contiguous and
@@ -43,7 +43,7 @@ CPU_PLANE, CPU_PLANE_LAST = 1024, 256
 def unsupported(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None) -> str | None:
     """Why no kernel takes this call, None where one does."""
     dtype = x.dtype
-    if dtype not in dispatch.FLOATING:
+    if dtype not in guard.FLOATING:
         return f"no kernel for {dtype}"
     if not 2 <= x.dim() <= 5:
         return f"x has shape {tuple(x.shape)}; kernels take two to five dimensions"
@@ -54,7 +54,7 @@ def unsupported(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor 
     device = x.get_device()
     for parameter in (weight, bias):
         if parameter is not None:
-            problem = dispatch.parameter_problem(parameter, device, dtype, channels)
+            problem = guard.parameter_problem(parameter, device, dtype, channels)
             if problem is not None:
                 return problem
     if weight is not None and bias is not None and bias.dtype != weight.dtype:
@@ -68,16 +68,16 @@ def _torch_is_as_fast(x: Tensor, weight: Tensor | None, bias: Tensor | None, act
     torch's own norm is as fast forward. What gains is the activation in the same pass, where float32 is not converted,
     and the backward of channels_last.
     """
-    if x.dtype not in dispatch.CPU_DTYPES or x.dim() < 2 or x.numel() < CPU_LEAST:
+    if x.dtype not in guard.CPU_DTYPES or x.dim() < 2 or x.numel() < CPU_LEAST:
         return True
     pixels = x.numel() // (x.shape[0] * x.shape[1])
     fuses = act != 0 and x.dtype == torch.float32
     if x.is_contiguous():
         return pixels < CPU_PLANE or not fuses
-    return pixels < CPU_PLANE_LAST or not (fuses or dispatch.wants_gradient(x, weight, bias))
+    return pixels < CPU_PLANE_LAST or not (fuses or guard.wants_gradient(x, weight, bias))
 
 
-class GroupNorm(dispatch.Pair, inputs=3):
+class GroupNorm(pairs.Pair, inputs=3):
     """Keeps x, the weight, for an activation the bias, and the mean and rstd of each group."""
 
     @staticmethod
@@ -112,14 +112,14 @@ class GroupNorm(dispatch.Pair, inputs=3):
 
         weight = stats.new_ones(x.shape[1]) if weight is None else weight
         bias = torch.zeros_like(weight) if bias is None else bias
-        return dispatch.differentiate(compose, (x, weight, bias), needs, dy.to(stats.dtype))
+        return pairs.differentiate(compose, (x, weight, bias), needs, dy.to(stats.dtype))
 
 
 def _layout(x: Tensor) -> torch.memory_format | None:
     """The memory format of torch's group_norm, None where it is the kernel's anyhow: on CUDA always contiguous."""
     if x.is_contiguous():
         return None
-    if not x.is_cuda and dispatch.suggests_channels_last(x):
+    if not x.is_cuda and layouts.suggests_channels_last(x):
         return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
     return torch.contiguous_format
 
@@ -135,7 +135,7 @@ def _in_graph(
 
 
 def _graph_keeps_kernel(x: Tensor) -> bool:
-    return torch.compiler.is_compiling() and dispatch.graph_keeps_kernel(x) and dispatch.is_image(x)
+    return torch.compiler.is_compiling() and graph_ops.graph_keeps_kernel(x) and layouts.is_image(x)
 
 
 def group_norm(
@@ -155,7 +155,7 @@ def group_norm(
         backends.refuse(reason)
     elif _graph_keeps_kernel(x) and unsupported(x, num_groups, weight, bias) is None:
         return _in_graph(x, weight, bias, num_groups, eps, code, reference.norm_dtype("group_norm", x))
-    return dispatch.call_reference(reference.group_norm, x, num_groups, weight, bias, eps, act)
+    return guard.call_reference(reference.group_norm, x, num_groups, weight, bias, eps, act)
 
 
 def _torch_is_as_fast_for_instances(x: Tensor) -> bool:
@@ -195,6 +195,6 @@ def instance_norm(
         and _instance_unsupported(x, running_mean, running_var, weight, bias, use_input_stats) is None
     ):
         return _in_graph(x, weight, bias, x.shape[1], eps, code, x.dtype)
-    return dispatch.call_reference(
+    return guard.call_reference(
         reference.instance_norm, x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, act
     )

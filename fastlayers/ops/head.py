@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, reference
+from fastlayers.ops import graph_ops, guard, reference
 from fastlayers.ops.quantized import Quantized, quantized, without_quantized
 
 #: Elements of the logits from which a call that is left alone is chunked. Below, memory is no concern, and of three
@@ -271,6 +271,22 @@ class _Product(NamedTuple):
     dinput: Tensor | None
     dweight: Tensor | None
 
+    @classmethod
+    def of(
+        cls, x: Tensor, weight: Tensor | Quantized, compute: torch.dtype, for_x: bool, for_weight: bool, sum_wide: bool
+    ) -> _Product:
+        """``sum_wide``: whether the gradient of the weight is summed in float32."""
+        columns, width = weight.shape
+        wide = torch.promote_types(compute, torch.float32)
+        dx_dtype = x.dtype if x.dtype is compute else wide
+        dx = torch.empty((x.numel() // width, width), dtype=dx_dtype, device=x.device) if for_x else None
+        x = matrix(x.reshape(-1, width), compute)
+        if not isinstance(weight, Tensor):
+            return cls(x, weight, dx, None)
+        dw_dtype = weight.dtype if weight.dtype is compute and not sum_wide else wide
+        dw = torch.empty((columns, width), dtype=dw_dtype, device=x.device) if for_weight else None
+        return cls(x, matrix(weight, compute), dx, dw)
+
     def rows(self, start: int, end: int) -> Tensor:
         """The rows of the weight of some classes."""
         weight = self.weight
@@ -336,6 +352,20 @@ def matrix(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if 1 in t.stride() else t.contiguous()
 
 
+def _chunks_for(leaves: Leaves, rest: Rest, wanted: tuple[bool, ...]) -> Chunks:
+    """The chunks of a sweep that leaves the wanted gradients."""
+    input, linear_weight = leaves.input, leaves.linear_weight
+    columns, features = linear_weight.shape
+    free = _free_bytes(input.device)
+    if free is not None:
+        free -= sum(wants * t.nbytes for wants, t in zip(wanted, leaves, strict=False) if isinstance(t, Tensor))
+    # Where dweight is float32 anyway, or not wanted, its sum takes no memory.
+    low_precision = isinstance(linear_weight, Tensor) and linear_weight.dtype in reference.LOW_PRECISION
+    summed = features if wanted[1] and low_precision else 0
+    always_wide = rest.acc_dtype is not None
+    return plan(input.numel() // features, columns, summed, rest.compute.itemsize, rest.chunk_size, free, always_wide)
+
+
 def sweep(
     input: Tensor, linear_weight: Tensor | Quantized, linear_bias: Tensor | None, rest: Rest, chunk: Chunk,
     alpha: float, wanted: tuple[bool, ...], low_rank: LowRank | None = None,
@@ -346,38 +376,16 @@ def sweep(
     """
     compute, scale = rest.compute, rest.scale
     leaves = Leaves.of(input, linear_weight, linear_bias, low_rank)
-    columns, features = linear_weight.shape
+    columns = linear_weight.shape[0]
     for_input, for_weight, for_bias, *for_low_rank = wanted
-    free = _free_bytes(input.device)
-    if free is not None:
-        free -= sum(wants * t.nbytes for wants, t in zip(wanted, leaves, strict=False) if isinstance(t, Tensor))
-    rows = input.numel() // features
-    # Where dweight is float32 anyway, or not wanted, its sum takes no memory.
-    low_precision = isinstance(linear_weight, Tensor) and linear_weight.dtype in reference.LOW_PRECISION
-    summed = features if for_weight and low_precision else 0
-    always_wide = rest.acc_dtype is not None
-    chunks = plan(rows, columns, summed, compute.itemsize, rest.chunk_size, free, always_wide)
+    chunks = _chunks_for(leaves, rest, wanted)
     wide = torch.promote_types(compute, torch.float32)
-
-    def buffer(leaf: Tensor, shape: tuple[int, ...], sum_wide: bool) -> Tensor:
-        dtype = leaf.dtype if leaf.dtype is compute and not sum_wide else wide
-        return torch.empty(shape, dtype=dtype, device=input.device)
-
-    def product(x: Tensor, weight: Tensor | Quantized, for_x: bool, for_weight: bool, sum_wide: bool) -> _Product:
-        width = weight.shape[1]
-        dx = buffer(x, (rows, width), False) if for_x else None
-        x = matrix(x.reshape(-1, width), compute)
-        if not isinstance(weight, Tensor):
-            return _Product(x, weight, dx, None)
-        dw = buffer(weight, (columns, width), sum_wide) if for_weight else None
-        return _Product(x, matrix(weight, compute), dx, dw)
-
-    products = [product(input, linear_weight, for_input, for_weight, chunks.wide)]
+    products = [_Product.of(input, linear_weight, compute, for_input, for_weight, chunks.wide)]
     if low_rank is not None:
         # The smaller part comes first: the sum is rounded once to what the larger part is rounded to. The gradient of a
         # thin weight is small, so that it always is summed in float32.
         for_x, for_thin_weight = for_low_rank or (False, False)
-        products.insert(0, product(*low_rank, for_x, for_thin_weight, True))
+        products.insert(0, _Product.of(*low_rank, compute, for_x, for_thin_weight, True))
     b = None if linear_bias is None else linear_bias.detach().to(compute)
     db = torch.zeros(columns, dtype=wide, device=input.device) if for_bias else None
     memory = torch.empty((chunks.most, row_length(columns)), dtype=compute, device=input.device)
@@ -459,12 +467,12 @@ def unsupported(
         "the weight of low_rank": low_rank_weight,
     }
     for name, t in tensors.items():
-        if t is not None and not dispatch.is_plain(t) and not isinstance(t, Quantized):
+        if t is not None and not guard.is_plain(t) and not isinstance(t, Quantized):
             return f"it takes plain tensors, and {name} is a {type(t).__name__}"
         if t is not None and t.device != input.device:
             return f"{name} is on {t.device}, and input on {input.device}"
     given = [t.dtype for t in (input, linear_weight, linear_bias) if isinstance(t, Tensor)]
-    if any(dtype not in dispatch.FLOATING or cast(dtype, rest.low) is not rest.compute for dtype in given):
+    if any(dtype not in guard.FLOATING or cast(dtype, rest.low) is not rest.compute for dtype in given):
         return f"input, linear_weight and linear_bias are {', '.join(map(str, given))}; chunks take one floating dtype"
     if low_rank is not None and not _takes_low_rank(low_rank, rest):
         given = [t.dtype for t in low_rank]
@@ -484,7 +492,7 @@ def unsupported(
         return f"linear_bias and weight have to be of shape ({columns},)"
     if low_rank is not None and reference.low_rank_problem(input.shape, linear_weight.shape, low_rank) is not None:
         return "low_rank has other shapes"
-    if weight is not None and (weight.requires_grad or weight.dtype not in dispatch.FLOATING):
+    if weight is not None and (weight.requires_grad or weight.dtype not in guard.FLOATING):
         return f"weight is {weight.dtype}, or wants a gradient"
     if weight is not None and rest.low is None and weight.dtype is not rest.compute:
         return f"weight is {weight.dtype}, and the logits are {rest.compute}"
@@ -509,19 +517,19 @@ def is_chunked(leaves: Leaves, target: Tensor | None, rest: Rest, weight: Tensor
     """
     compiling, forced, input = torch.compiler.is_compiling(), backends.get_backend(), leaves.input
     if not compiling:
-        if forced in ("eager", "compile") or dispatch.is_dtensor(input):  # the rules for these come with the reference
+        if forced in ("eager", "compile") or guard.is_dtensor(input):  # the rules for these come with the reference
             return False
-        if dispatch.must_decompose():
+        if guard.must_decompose():
             backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
             return False
     elif not (
-        dispatch.graph_keeps_kernel(input)
+        graph_ops.graph_keeps_kernel(input)
         if input.is_cuda
         else not torch.compiler._is_exporting_flag and forced is None
     ):
         return False
     asked = rest.chunk_size is not None or (forced is not None and not compiling)
-    if not asked and not (dispatch.is_plain(input) and is_large(input, leaves.linear_weight)):
+    if not asked and not (guard.is_plain(input) and is_large(input, leaves.linear_weight)):
         return False
     reason = unsupported(*leaves[:3], target, weight, rest, leaves.low_rank)
     if reason is not None and not compiling:
@@ -551,14 +559,14 @@ def check(
         raise ValueError(f"{name}(): expected a chunk_size of at least 1 row or None, but got {chunk_size}")
     if acc_dtype not in (None, torch.float32):
         raise ValueError(f"{name}(): expected acc_dtype to be torch.float32 or None, but got {acc_dtype}")
-    if acc_dtype is not None and dispatch.is_dtensor(input):
+    if acc_dtype is not None and guard.is_dtensor(input):
         raise TypeError(f"{name}(): expected no acc_dtype beside DTensors, but got {acc_dtype}")
     if not isinstance(logit_scale, float | int):
         raise TypeError(f"{name}(): expected logit_scale to be a number, but got {type(logit_scale).__name__}")
     for t in (input, linear_weight, target):
         if not isinstance(t, Tensor):
-            raise dispatch.expected_tensor(t)
-    if dispatch.is_dtensor(linear_weight) and not dispatch.is_dtensor(input):
+            raise guard.expected_tensor(t)
+    if guard.is_dtensor(linear_weight) and not guard.is_dtensor(input):
         raise TypeError(
             f"{name}(): expected linear_weight to be a whole tensor, but got a DTensor. Call it inside of"
             " the forward of the module that fully_shard wraps, where parameters are whole, or pass"

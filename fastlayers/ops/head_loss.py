@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fastlayers.ops import dispatch, elementwise, head
-from fastlayers.ops.dispatch import Needs
+from fastlayers.ops import elementwise, guard, head, pairs
 from fastlayers.ops.head import LEAVES, FlatGradients, Gradients, Leaves
+from fastlayers.ops.pairs import Needs
 from fastlayers.ops.quantized import Quantized, without_quantized
 
 #: In float16 dlogits are multiplied by the first, since the softmax of a large vocabulary is below the least normal
@@ -160,7 +160,7 @@ class HeadLoss(torch.autograd.Function):
         given = [t if weight is None else weight for t, weight in zip(tensors, ctx.quantized, strict=True)]
         leaves, others = Leaves(*given[:LEAVES]), tuple(given[LEAVES:])
         method, rest, wanted = ctx.method, ctx.rest, ctx.needs_input_grad[2:][:LEAVES]
-        if dispatch.needs_double_backward(dy):
+        if guard.needs_double_backward(dy):
             found = _decomposed_backward(dy, method, leaves, others, rest, wanted)
         elif not rest.summed:
             found = method.gradients_of_rows(dy, leaves, others, rest, wanted)
@@ -186,12 +186,12 @@ def _decomposed_backward(
 
     low, device = rest.head.low, dy.device.type
     with torch.autocast(device, low, enabled=low is not None):
-        return Gradients(*dispatch.differentiate(compose, leaves.tensors, wanted, dy))
+        return Gradients(*pairs.differentiate(compose, leaves.tensors, wanted, dy))
 
 
 def call(method: Method, leaves: Leaves, others: Others, rest: Rest) -> Tensor:
     """The loss of a call that goes through chunks."""
-    if dispatch.wants_gradient(*leaves.tensors):
+    if guard.wants_gradient(*leaves.tensors):
         return HeadLoss.apply(method, rest, *leaves, *others)  # type: ignore[no-any-return]
     return method.evaluate(leaves, others, rest, NOTHING)[0]
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlayers.ops import (
-    dispatch,
     dtensor,
+    guard,
     head,
     head_loss,
     linear_divergence,
@@ -198,7 +198,7 @@ def _linear_topk(
     input: DTensor, linear_weight: DTensor, linear_bias: DTensor | None, k: int, softcap: float, logit_scale: float,
     log_prob: bool, low_rank: Any,
 ) -> Any:  # fmt: skip
-    if dispatch.wants_gradient(input, linear_weight, linear_bias):
+    if guard.wants_gradient(input, linear_weight, linear_bias):
         raise NoRuleError("autograd is to record it; its gradient takes the whole logits")
     last, shards = input.dim() - 1, _head_shards(input, linear_weight, linear_bias, None, low_rank)
     own, own_weight, own_bias, *_ = shards.tensors
@@ -303,7 +303,7 @@ def _linear_divergence(
         problem = _problem_of_classes(shards, last)
         if loss.kind not in ("kl", "reverse_kl") and not (loss.kind == "js" and loss.beta in (0.0, 1.0)):
             problem = f"the classes are sharded; expected a divergence of kl or reverse_kl, but got {loss.kind}"
-        elif dispatch.wants_gradient(target_input, target_weight, target_bias):
+        elif guard.wants_gradient(target_input, target_weight, target_bias):
             problem = "the classes are sharded, and the teacher requires a gradient"
         if problem is not None:
             raise NoRuleError(problem)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import _reduction as legacy
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, elementwise, reference
-from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops import elementwise, graph_ops, guard, layouts, pairs, raw_ops, reference
+from fastlayers.ops.pairs import Gradients, Needs
 
 #: What the kernels keep of a row: two maxima, two logarithms of sums of exponentials, two sums of products.
 NUMBERS = 6
@@ -33,10 +33,10 @@ _MEAN_WARNING = (
 )
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def kl_div_sum(input: Tensor, target: Tensor, log_target: bool) -> Tensor:
-        return input.new_empty((), dtype=dispatch.accumulator(input))
+        return input.new_empty((), dtype=layouts.accumulator(input))
 
     @staticmethod
     def kl_div_elements(input: Tensor, target: Tensor, log_target: bool, dtype: torch.dtype) -> Tensor:
@@ -55,7 +55,7 @@ class Kernels(dispatch.Kernels):
     def divergence_forward(
         student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int, beta: float, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        rows, wide = student.shape[0], dispatch.accumulator(student)
+        rows, wide = student.shape[0], layouts.accumulator(student)
         return student.new_empty((rows,), dtype=wide), student.new_empty((rows, NUMBERS), dtype=wide)
 
     @staticmethod
@@ -67,18 +67,18 @@ class Kernels(dispatch.Kernels):
         return to_student, to_teacher
 
 
-FAMILY = dispatch.Family("kl_div", Kernels, cpu=True)
+FAMILY = raw_ops.Family("kl_div", Kernels, cpu=True)
 
 
 def _gains(kernels: Kernels, x: Tensor, least: int) -> bool:
     """Whether a call that nobody forced gains by the kernels."""
-    return not kernels.unasked or (x.numel() >= least and x.dtype in dispatch.CPU_DTYPES)
+    return not kernels.unasked or (x.numel() >= least and x.dtype in guard.CPU_DTYPES)
 
 
 # ---- kl_div of log-probabilities -------------------------------------------------------------------------------------
 
 
-class KLDiv(dispatch.Pair, inputs=2):
+class KLDiv(pairs.Pair, inputs=2):
     """The sum in the accumulation dtype, or the elements. Keeps the target, and the input for the target's gradient."""
 
     @staticmethod
@@ -125,7 +125,7 @@ def kl_div(
         if reason is None:
             return _kl_div(input, target, reduction, log_target, kernels)
         backends.refuse(reason)
-    return dispatch.call_reference(reference.kl_div, input, target, reduction, log_target)
+    return guard.call_reference(reference.kl_div, input, target, reduction, log_target)
 
 
 def _kl_div(input: Tensor, target: Tensor, reduction: str, log_target: bool, kernels: Any) -> Tensor:
@@ -145,7 +145,7 @@ def _kl_div(input: Tensor, target: Tensor, reduction: str, log_target: bool, ker
 # ---- divergences between logits --------------------------------------------------------------------------------------
 
 
-class Divergence(dispatch.Pair, inputs=2):
+class Divergence(pairs.Pair, inputs=2):
     """Of each row of two matrices. Keeps both, the labels, and six numbers a row."""
 
     @staticmethod
@@ -173,7 +173,7 @@ class Divergence(dispatch.Pair, inputs=2):
             q, p = student.to(dlosses.dtype), teacher.to(dlosses.dtype)
             return reference.divergence(q, p, labels, ignore_index, beta, temperature, False, "none")
 
-        return dispatch.differentiate(compose, (student, teacher), needs, dlosses)
+        return pairs.differentiate(compose, (student, teacher), needs, dlosses)
 
 
 _in_graph = FAMILY.graph_op_of(Divergence, "divergence")
@@ -186,7 +186,7 @@ def _unsupported(student: Tensor, teacher: object, labels: object) -> str | None
         return reason
     if labels is None:
         return None
-    if not dispatch.is_plain(labels):
+    if not guard.is_plain(labels):
         return f"it takes plain tensors, and got labels of {type(labels).__name__}"
     if labels.dtype != torch.int64 or labels.device != student.device:
         return f"the labels are {labels.dtype} on {labels.device}; the kernels take int64 on {student.device}"
@@ -203,7 +203,7 @@ def divergence(
     if not (isinstance(temperature, float | int) and temperature > 0):
         raise ValueError(f"expected temperature to be a positive number, but got {temperature!r}")
     if not isinstance(student, Tensor):
-        raise dispatch.expected_tensor(student)
+        raise guard.expected_tensor(student)
     if student.dim() == 0:
         raise ValueError("expected rows of logits, but got one number")
     if labels is not None and labels.shape != student.shape[:-1]:
@@ -214,13 +214,13 @@ def divergence(
     kernels = FAMILY.kernels_for(student)
     if kernels is not None and not _gains(kernels, student, CPU_LEAST):
         kernels = None
-    in_graph = torch.compiler.is_compiling() and dispatch.graph_keeps_kernel(student)
+    in_graph = torch.compiler.is_compiling() and graph_ops.graph_keeps_kernel(student)
     reason = _unsupported(student, teacher, labels) if in_graph or kernels is not None else None
     if reason is not None and not in_graph:
         backends.refuse(reason)
     if reason is not None or not (in_graph or kernels is not None):
         options = (labels, ignore_index, beta, temperature, square, reduction)
-        return dispatch.call_reference(reference.divergence, student, teacher, *options)
+        return guard.call_reference(reference.divergence, student, teacher, *options)
     classes = student.shape[-1]
     matrices = (student.reshape(-1, classes), teacher.reshape(-1, classes))
     flat = None if labels is None else labels.reshape(-1).contiguous()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, reference
-from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops import graph_ops, guard, layouts, pairs, raw_ops, reference
+from fastlayers.ops.pairs import Gradients, Needs
 from fastlayers.ops.reference import Shape
 
 #: What the kernels call ``kind``.
@@ -19,7 +19,7 @@ LAYER = 0
 RMS = {"torch": 1, "llama": 2, "gemma": 3}
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def layer_norm_forward(
         x: Tensor, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, kind: int, dtype: torch.dtype,
@@ -62,10 +62,10 @@ class Kernels(dispatch.Kernels):
 
 def _empty_stats(x: Tensor, dims: int, kind: int, keep: bool) -> Tensor:
     shape = (2 if kind == LAYER else 1, math.prod(x.shape[: x.dim() - dims])) if keep else (0,)
-    return x.new_empty(shape, dtype=dispatch.accumulator(x))
+    return x.new_empty(shape, dtype=layouts.accumulator(x))
 
 
-FAMILY = dispatch.Family(
+FAMILY = raw_ops.Family(
     "layer_norm", Kernels, cpu=True, triton_only=("ada_layer_norm_forward", "ada_layer_norm_backward")
 )
 
@@ -113,27 +113,27 @@ def unsupported(
 ) -> str | None:
     """Why no kernel takes this call, None where one does. ``dtype`` is the dtype of x, or of x + residual."""
     dims = len(shape)
-    if dtype not in dispatch.FLOATING:
+    if dtype not in guard.FLOATING:
         return f"no kernel for {dtype}"
     sizes = x.shape
     # One dimension is the usual case; it needs no slice, which would be a new torch.Size.
     ends = sizes[-1] == shape[0] if dims == 1 <= len(sizes) else dims > 0 and sizes[-dims:] == shape
     if not ends or x.numel() == 0:
         return f"nothing to normalise over {shape} in shape {tuple(x.shape)}"
-    if kind == RMS["torch"] and dispatch.suggests_channels_last(x):
+    if kind == RMS["torch"] and layouts.suggests_channels_last(x):
         return "torch's rms_norm keeps channels_last; the kernel's result is contiguous"
     if weight is None:
         return None if bias is None else "a bias without a weight"
     device = x.get_device()
-    problem = dispatch.parameter_problem(weight, device, dtype, shape)
+    problem = guard.parameter_problem(weight, device, dtype, shape)
     if problem is None and bias is not None:
-        problem = dispatch.parameter_problem(bias, device, weight.dtype, shape)
+        problem = guard.parameter_problem(bias, device, weight.dtype, shape)
         if problem is None and bias.dtype != weight.dtype:
             return f"the weight is {weight.dtype}, and the bias {bias.dtype}"
     return problem
 
 
-class LayerNorm(dispatch.Pair, inputs=3):
+class LayerNorm(pairs.Pair, inputs=3):
     """Keeps x, the weight, and the rstd of each row; for a layer_norm the mean too."""
 
     @staticmethod
@@ -159,7 +159,7 @@ class LayerNorm(dispatch.Pair, inputs=3):
         return decomposed_backward(dy, None, x, weight, *rest, *needs[1:])
 
 
-class AddLayerNorm(dispatch.Pair, inputs=4, materialize=False):
+class AddLayerNorm(pairs.Pair, inputs=4, materialize=False):
     """Keeps s = x + residual, the weight, and the rstd of each row; for a layer_norm the mean too.
 
     Without a residual s is x itself: autograd returns it as a view, whose gradient arrives here as that of s.
@@ -256,7 +256,7 @@ def _trains_in_graph(x: Tensor, *others: Tensor | None) -> bool:
     Inductor's backward of a norm reaches 0.4 to 0.7 of the memory limit. In a graph that only runs forward Inductor is
     near the limit, and fuses the norm with its neighbours.
     """
-    return torch.compiler.is_compiling() and dispatch.graph_keeps_kernel(x) and dispatch.wants_gradient(x, *others)
+    return torch.compiler.is_compiling() and graph_ops.graph_keeps_kernel(x) and guard.wants_gradient(x, *others)
 
 
 def _only_if_forced(kernels: Any, kind: int) -> bool:
@@ -333,7 +333,7 @@ def _add_norm(
 def _adds(x: Tensor, residual: Tensor) -> bool:
     """Whether the kernel that adds takes this pair: of one shape, and lying so that their sum is contiguous."""
     return (
-        dispatch.is_plain(residual)
+        guard.is_plain(residual)
         and residual.shape == x.shape
         and residual.get_device() == x.get_device()
         and (residual.dtype == x.dtype or (residual.dtype == torch.float32 and x.dtype in reference.LOW_PRECISION))
@@ -346,21 +346,21 @@ def layer_norm(
     x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype | None = None
 ) -> Tensor:
     y = _norm(x, shape, weight, bias, eps, LAYER, dtype)
-    return _cast(dispatch.call_reference(reference.layer_norm, x, shape, weight, bias, eps) if y is None else y, dtype)
+    return _cast(guard.call_reference(reference.layer_norm, x, shape, weight, bias, eps) if y is None else y, dtype)
 
 
 def rms_norm(
     x: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, casting: str, dtype: torch.dtype | None = None
 ) -> Tensor:
     y = _norm(x, shape, weight, None, eps, _rms_kind(casting), dtype)
-    return _cast(dispatch.call_reference(reference.rms_norm, x, shape, weight, eps, casting) if y is None else y, dtype)
+    return _cast(guard.call_reference(reference.rms_norm, x, shape, weight, eps, casting) if y is None else y, dtype)
 
 
 def _of_shards(function: Callable[..., Any], x: Tensor, *args: Any) -> tuple[Tensor, Tensor] | None:
     """What a rule for DTensors answers, None where the sum is torch's."""
-    if type(x) in dispatch.PLAIN or not dispatch.is_dtensor(x) or torch.compiler.is_compiling():
+    if type(x) in guard.PLAIN or not guard.is_dtensor(x) or torch.compiler.is_compiling():
         return None
-    both: tuple[Tensor, Tensor] | None = dispatch.answer_sharded(function, x, *args)
+    both: tuple[Tensor, Tensor] | None = guard.answer_sharded(function, x, *args)
     return both
 
 
@@ -393,7 +393,7 @@ def add_rms_norm(
 # ---- with a scale and a shift for each sample ------------------------------------------------------------------------
 
 
-class AdaLayerNorm(dispatch.Pair, inputs=3):
+class AdaLayerNorm(pairs.Pair, inputs=3):
     """Keeps x, the scale, and the mean and rstd of each row."""
 
     @staticmethod
@@ -415,11 +415,11 @@ class AdaLayerNorm(dispatch.Pair, inputs=3):
         needs: Needs, dy: Tensor, x: Tensor, scale: Tensor, stats: Tensor, dims: int, eps: float
     ) -> Gradients:
         def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-            wide = [t.to(dispatch.accumulator(x)) for t in (x, scale, shift)]
+            wide = [t.to(layouts.accumulator(x)) for t in (x, scale, shift)]
             return reference.ada_layer_norm(wide[0], x.shape[-dims:], wide[1], wide[2], eps)
 
         tensors = (x, scale, torch.zeros_like(scale))
-        return dispatch.differentiate(modulated, tensors, needs, dy.to(dispatch.accumulator(x)))
+        return pairs.differentiate(modulated, tensors, needs, dy.to(layouts.accumulator(x)))
 
 
 def unsupported_modulation(x: Tensor, shape: tuple[int, ...], scale: Tensor, shift: Tensor | None) -> str | None:
@@ -432,7 +432,7 @@ def unsupported_modulation(x: Tensor, shape: tuple[int, ...], scale: Tensor, shi
         return f"rows of {math.prod(shape)} elements; the kernel holds up to {longest} of {x.dtype}"
     for name, t in (("scale", scale), ("shift", shift)):
         if t is not None or name == "scale":
-            if not dispatch.is_plain(t):
+            if not guard.is_plain(t):
                 return f"{name} is a {type(t).__name__}; the kernel takes plain tensors"
             if t.dtype is not x.dtype and not {t.dtype, x.dtype} <= {torch.float32, *reference.LOW_PRECISION}:
                 return f"{name} is {t.dtype} beside {x.dtype}"
@@ -457,4 +457,4 @@ def ada_layer_norm(x: Tensor, shape: Shape, scale: Tensor, shift: Tensor | None,
             dtype = torch.promote_types(result_dtype(LAYER, x, None), scale.dtype)
             return AdaLayerNorm.run(kernels, x, scale, shift, len(shape), eps, dtype)
         backends.refuse(problem)
-    return dispatch.call_reference(reference.ada_layer_norm, x, shape, scale, shift, eps)
+    return guard.call_reference(reference.ada_layer_norm, x, shape, scale, shift, eps)

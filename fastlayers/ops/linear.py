@@ -16,17 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import autocast, dispatch, reference
-from fastlayers.ops.dispatch import Gradients
+from fastlayers.ops import autocast, guard, pairs, raw_ops, reference
+from fastlayers.ops.pairs import Gradients
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.new_empty(x.shape[-1:], dtype=dtype)
 
 
-FAMILY = dispatch.Family("linear", Kernels)
+FAMILY = raw_ops.Family("linear", Kernels)
 
 #: Elements of the result from which an unforced call lets the kernel sum the gradient of its bias: 1 MiB in 16 bits.
 LEAST = 2**19
@@ -59,24 +59,24 @@ class _BiasGradient(torch.autograd.Function):
         return dy if ctx.needs_input_grad[0] else None, _sum_of_rows(dy, ctx.dtype, ctx.kernels), None
 
 
-_record = dispatch.record_of(_BiasGradient)
+_record = pairs.record_of(_BiasGradient)
 
 
 def _sum_of_rows(dy: Tensor, dtype: torch.dtype, kernels: Any) -> Tensor:
     """The gradient of a bias; ``kernels`` may be None."""
-    if kernels is None or dispatch.needs_double_backward(dy) or not dy.is_contiguous():
+    if kernels is None or guard.needs_double_backward(dy) or not dy.is_contiguous():
         return dy.sum(0).to(dtype)
     return kernels.column_sum(dy, dtype)  # type: ignore[no-any-return]
 
 
 def _unsupported(x: Tensor, weight: Tensor, bias: Tensor, features: int) -> str | None:
     """Why no kernel sums the gradient of this bias, None where one does."""
-    if not (dispatch.is_plain(weight) and dispatch.is_plain(bias)):
+    if not (guard.is_plain(weight) and guard.is_plain(bias)):
         return f"weight and bias are {type(weight).__name__} and {type(bias).__name__}; it takes plain tensors"
     dtype = autocast.dtype_of(x)
     if dtype is torch.float32:
         return "torch's own sum has the smaller error in float32"
-    if bias.shape != (features,) or dtype not in dispatch.FLOATING or bias.dtype not in (dtype, torch.float32):
+    if bias.shape != (features,) or dtype not in guard.FLOATING or bias.dtype not in (dtype, torch.float32):
         return f"a bias of {bias.dtype}, shape {tuple(bias.shape)}, for {dtype} and {features} features"
     if x.dim() < 2 or not x.is_contiguous() or x.shape[-1] == 0:
         return f"rows of shape {tuple(x.shape)} and strides {x.stride()}; it takes a contiguous matrix or batch of them"
@@ -109,11 +109,11 @@ def _is_odd(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and autocast.dtype_of(x) in reference.LOW_PRECISION
         and x.shape[-1:] == (width,)
         and x.numel() * features >= ODD_LEAST
-        and all(dispatch.is_plain(t) and t.device == x.device for t in (x, weight, bias) if t is not None)
+        and all(guard.is_plain(t) and t.device == x.device for t in (x, weight, bias) if t is not None)
         and autocast.dtype_of(weight) is autocast.dtype_of(x)
         and (bias is None or (autocast.dtype_of(bias) is autocast.dtype_of(x) and bias.shape == (features,)))
         and not torch.compiler.is_compiling()
-        and not dispatch.must_decompose()
+        and not guard.must_decompose()
     )
 
 
@@ -190,12 +190,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return y
         kernels = _kernels_for(x, weight, bias, weight.shape[0])
     except AttributeError as error:
-        raise dispatch.not_tensors(error, x, weight, bias) from None
+        raise guard.not_tensors(error, x, weight, bias) from None
     if kernels is None:
-        return dispatch.call_reference(reference.linear, x, weight, bias)
+        return guard.call_reference(reference.linear, x, weight, bias)
     assert bias is not None
     # As torch flattens a batch. Its own result would be a view, whose gradient autograd would copy.
-    bias = dispatch.unwrap(bias)
+    bias = pairs.unwrap(bias)
     rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
     out: Tensor = _record(F.linear(rows, weight, bias.detach()), bias, kernels)
     return out if rows is x else out.view(*x.shape[:-1], out.shape[1])
@@ -212,5 +212,5 @@ def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     kernels = _kernels_for(x, weight, bias, weight.shape[-1])
     if kernels is None:
         return torch.addmm(bias, x, weight)
-    bias = dispatch.unwrap(bias)
+    bias = pairs.unwrap(bias)
     return _record(torch.addmm(bias.detach(), x, weight), bias, kernels)

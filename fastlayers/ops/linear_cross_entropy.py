@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import _reduction
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, head, head_loss, reference
+from fastlayers.ops import graph_ops, guard, head, head_loss, pairs, reference
 from fastlayers.ops.cross_entropy import MEAN, NONE, cross_entropy, cross_entropy_chunk_
-from fastlayers.ops.dispatch import Needs
 from fastlayers.ops.head import LEAVES, FlatGradients, Gradients, Leaves, LowRank
 from fastlayers.ops.head_loss import NOTHING, FlatResults, Others, Rest
+from fastlayers.ops.pairs import Needs
 
 
 class Loss(NamedTuple):
@@ -111,8 +111,8 @@ def linear_cross_entropy(
         return head_loss.call(METHOD, leaves, (target, weight), rest)
     given = (*leaves.dequantized(), target, weight, *loss, leaves.low_rank)
     if not compiling and backends.get_backend() is None:  # the loss of logits may still have a kernel
-        return dispatch.call_reference(reference.linear_cross_entropy, *given, _loss_of_logits)
-    return dispatch.call_reference(reference.linear_cross_entropy, *given)
+        return guard.call_reference(reference.linear_cross_entropy, *given, _loss_of_logits)
+    return guard.call_reference(reference.linear_cross_entropy, *given)
 
 
 def ignores_autocast(
@@ -194,11 +194,11 @@ def _describe_chunks_again(
     return head.describe_gradients(leaves, tuple(wanted))
 
 
-_forward_op = dispatch.opaque("fastlayers::linear_cross_entropy_forward", _run_chunks, _describe_chunks)
-_backward_op = dispatch.opaque("fastlayers::linear_cross_entropy_backward", _run_chunks_again, _describe_chunks_again)
+_forward_op = graph_ops.opaque("fastlayers::linear_cross_entropy_forward", _run_chunks, _describe_chunks)
+_backward_op = graph_ops.opaque("fastlayers::linear_cross_entropy_backward", _run_chunks_again, _describe_chunks_again)
 
 
-class LinearCrossEntropyInGraph(dispatch.Pair, inputs=LEAVES):
+class LinearCrossEntropyInGraph(pairs.Pair, inputs=LEAVES):
     """Keeps its inputs, and the gradients of a summed loss, which backward multiplies with the incoming one."""
 
     @staticmethod
@@ -225,4 +225,4 @@ class LinearCrossEntropyInGraph(dispatch.Pair, inputs=LEAVES):
         raise head_loss.no_second_derivative("linear_cross_entropy")
 
 
-_in_graph = dispatch.graph_op_of(LinearCrossEntropyInGraph, "linear_cross_entropy")
+_in_graph = graph_ops.graph_op_of(LinearCrossEntropyInGraph, "linear_cross_entropy")

@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, head, head_loss, kl_div, reference
+from fastlayers.ops import graph_ops, guard, head, head_loss, kl_div, pairs, reference
 from fastlayers.ops.cross_entropy import scores_of
-from fastlayers.ops.dispatch import Needs
 from fastlayers.ops.head import LEAVES, FlatGradients, Gradients, Leaves, LowRank
 from fastlayers.ops.head_loss import NOTHING, FlatResults, Others, Rest
+from fastlayers.ops.pairs import Needs
 from fastlayers.ops.quantized import Quantized, quantized
 
 DIVERGENCES = ("kl", "reverse_kl", "js", "tv", "cosine")
@@ -98,7 +98,7 @@ def _chunk_(
 
         return linear_divergence.divergence_chunk_(*given)
     kernels = kl_div.FAMILY.kernels_for(student) if kind in KERNEL_DIVERGENCES else None
-    if kernels is not None and not (kernels.unasked and student.dtype not in dispatch.CPU_DTYPES):
+    if kernels is not None and not (kernels.unasked and student.dtype not in guard.CPU_DTYPES):
         return _chunk_by_kernels_(kernels, *given)
     return _compose_chunk_(*given)
 
@@ -395,11 +395,11 @@ def _describe_chunks_again(
     return head.describe_gradients(leaves, tuple(wanted))
 
 
-_forward_op = dispatch.opaque("fastlayers::linear_divergence_forward", _run_chunks, _describe_chunks)
-_backward_op = dispatch.opaque("fastlayers::linear_divergence_backward", _run_chunks_again, _describe_chunks_again)
+_forward_op = graph_ops.opaque("fastlayers::linear_divergence_forward", _run_chunks, _describe_chunks)
+_backward_op = graph_ops.opaque("fastlayers::linear_divergence_backward", _run_chunks_again, _describe_chunks_again)
 
 
-class LinearDivergenceInGraph(dispatch.Pair, inputs=LEAVES):
+class LinearDivergenceInGraph(pairs.Pair, inputs=LEAVES):
     """Keeps its inputs, and the gradients of a summed loss, which backward multiplies with the incoming one."""
 
     @staticmethod
@@ -429,7 +429,7 @@ class LinearDivergenceInGraph(dispatch.Pair, inputs=LEAVES):
         raise head_loss.no_second_derivative("linear_divergence")
 
 
-_in_graph = dispatch.graph_op_of(LinearDivergenceInGraph, "linear_divergence")
+_in_graph = graph_ops.graph_op_of(LinearDivergenceInGraph, "linear_divergence")
 
 
 # ---- which calls -----------------------------------------------------------------------------------------------------
@@ -455,7 +455,7 @@ def _check(rows: torch.Size, teacher: Teacher, loss: Loss, target_softcap: float
     if not 0.0 <= loss.beta <= 1.0:
         raise ValueError(f"{name}(): expected beta to be between 0 and 1, but got {loss.beta}")
     if teacher.weight is not None and not isinstance(teacher.weight, Tensor):
-        raise dispatch.expected_tensor(teacher.weight)
+        raise guard.expected_tensor(teacher.weight)
     if teacher.weight is None and teacher.bias is not None:
         raise ValueError(f"{name}(): expected a target_weight beside target_bias; without one target_input is logits")
     if labels is not None and labels.shape != rows:
@@ -469,7 +469,7 @@ def _unsupported(leaves: Leaves, teacher: Teacher, rest: Rest) -> str | None:
     (input, linear_weight, *_), (given, weight, bias, _) = leaves, teacher
     of_teacher = {"target_input": given, "target_weight": weight, "target_bias": bias}
     for name, t in of_teacher.items():
-        if t is not None and not dispatch.is_plain(t) and not isinstance(t, Quantized):
+        if t is not None and not guard.is_plain(t) and not isinstance(t, Quantized):
             return f"it takes plain tensors, and {name} is a {type(t).__name__}"
         if t is not None and t.device != input.device:
             return f"{name} is on {t.device}, and input on {input.device}"
@@ -477,7 +477,7 @@ def _unsupported(leaves: Leaves, teacher: Teacher, rest: Rest) -> str | None:
             return f"{name} requires a gradient, and the chunks compute none of a teacher"
     dtypes = {t.dtype for t in of_teacher.values() if isinstance(t, Tensor)}
     computed = dtypes if weight is None else {head.cast(dtype, rest.head.low) for dtype in dtypes}
-    if not dtypes <= dispatch.FLOATING or len(computed) > 1:
+    if not dtypes <= guard.FLOATING or len(computed) > 1:
         return f"the teacher's tensors are {', '.join(map(str, dtypes))}; chunks take one floating dtype"
     if torch.float64 in computed and rest.head.compute is not torch.float64:
         return f"the teacher is float64, and the student {rest.head.compute}"
@@ -519,7 +519,7 @@ def linear_divergence(
         if not compiling:
             backends.refuse(reason)
     composed = (*leaves.dequantized(), *teacher.dequantized(), *loss, leaves.low_rank)
-    return dispatch.call_reference(reference.linear_divergence, *composed)
+    return guard.call_reference(reference.linear_divergence, *composed)
 
 
 def of_some_classes(

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, head, reference
+from fastlayers.ops import graph_ops, guard, head, pairs, reference
 from fastlayers.ops.cross_entropy import scores_of
-from fastlayers.ops.dispatch import Needs
 from fastlayers.ops.head import LEAVES, FlatGradients, Leaves, LowRank
+from fastlayers.ops.pairs import Needs
 from fastlayers.ops.quantized import Quantized
 
 Found = tuple[Tensor, Tensor, Tensor]
@@ -202,12 +202,12 @@ class Ways(NamedTuple):
 
 DIRECTLY = Ways(_run, _run_backward_op)
 IN_GRAPH = Ways(
-    dispatch.opaque("fastlayers::linear_log_prob_forward", _run, _describe),
-    dispatch.opaque("fastlayers::linear_log_prob_backward", _run_backward_op, _describe_backward),
+    graph_ops.opaque("fastlayers::linear_log_prob_forward", _run, _describe),
+    graph_ops.opaque("fastlayers::linear_log_prob_backward", _run_backward_op, _describe_backward),
 )
 
 
-class LinearLogProb(dispatch.Pair, inputs=LEAVES, materialize=False):
+class LinearLogProb(pairs.Pair, inputs=LEAVES, materialize=False):
     """Keeps its inputs, and for each row its entropy and two numbers of its normaliser."""
 
     @staticmethod
@@ -252,10 +252,10 @@ class LinearLogProb(dispatch.Pair, inputs=LEAVES, materialize=False):
         leaves = (input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
         dys = [torch.zeros_like(entropy) if dy is None else dy for dy in (dlog_prob, dentropy)]
         with torch.autocast(input.device.type, low, enabled=low is not None):
-            return dispatch.differentiate(compose, leaves, needs, torch.stack(dys))
+            return pairs.differentiate(compose, leaves, needs, torch.stack(dys))
 
 
-_in_graph = dispatch.graph_op_of(
+_in_graph = graph_ops.graph_op_of(
     LinearLogProb, "linear_log_prob", returns=tuple[Tensor, Tensor, Tensor], kernels=lambda: IN_GRAPH
 )
 
@@ -278,7 +278,7 @@ def linear_log_prob(
         if torch.compiler.is_compiling():
             return _in_graph(*kept)[:2]  # type: ignore[no-any-return]
         return LinearLogProb.run(DIRECTLY._replace(quantized=leaves.quantized), *kept)[:2]
-    return dispatch.call_reference(reference.linear_log_prob, *leaves.dequantized(), target, *options, leaves.low_rank)
+    return guard.call_reference(reference.linear_log_prob, *leaves.dequantized(), target, *options, leaves.low_rank)
 
 
 def of_some_classes(

@@ -15,7 +15,7 @@ import torch.return_types
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, head, reference
+from fastlayers.ops import graph_ops, guard, head, reference
 from fastlayers.ops.cross_entropy import scores_of
 from fastlayers.ops.head import Leaves, LowRank
 
@@ -125,8 +125,8 @@ def _describe_accuracy(
     return input.new_empty((), dtype=torch.float32)
 
 
-_in_graph = dispatch.opaque("fastlayers::linear_topk", _run, _describe)
-_accuracy_in_graph = dispatch.opaque("fastlayers::linear_accuracy", _run_accuracy, _describe_accuracy)
+_in_graph = graph_ops.opaque("fastlayers::linear_topk", _run, _describe)
+_accuracy_in_graph = graph_ops.opaque("fastlayers::linear_accuracy", _run_accuracy, _describe_accuracy)
 
 
 # ---- which calls -----------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def linear_topk(
     rest = _rest(input, logit_scale, head.autocast_dtype(input), chunk_size)
     # The composition raises torch's error for any other k.
     if head.is_chunked(leaves, None, rest) and isinstance(k, int) and 1 <= k <= leaves.linear_weight.shape[0]:
-        if not dispatch.wants_gradient(*leaves.tensors):
+        if not guard.wants_gradient(*leaves.tensors):
             if torch.compiler.is_compiling():
                 found = _in_graph(*_detached(leaves), k, cap, logit_scale, log_prob, rest.low, chunk_size)
             else:
@@ -155,7 +155,7 @@ def linear_topk(
         if not torch.compiler.is_compiling():
             backends.refuse("autograd is to record it; its gradient takes the whole logits")
     given = (*leaves.dequantized(), k, cap, logit_scale, log_prob, leaves.low_rank)
-    return dispatch.call_reference(reference.linear_topk, *given)
+    return guard.call_reference(reference.linear_topk, *given)
 
 
 def linear_argmax(
@@ -168,7 +168,7 @@ def linear_argmax(
         if torch.compiler.is_compiling():
             return _in_graph(*_detached(leaves), 1, 0.0, 1.0, False, rest.low, chunk_size)[1].squeeze(-1)
         return _find(leaves, 1, 0.0, False, rest)[1].squeeze(-1)
-    return dispatch.call_reference(reference.linear_argmax, *leaves.dequantized(), leaves.low_rank)
+    return guard.call_reference(reference.linear_argmax, *leaves.dequantized(), leaves.low_rank)
 
 
 def linear_accuracy(
@@ -182,7 +182,7 @@ def linear_accuracy(
         run = _accuracy_in_graph if torch.compiler.is_compiling() else _run_accuracy
         return run(*_detached(leaves), target, ignore_index, rest.low, chunk_size)  # type: ignore[arg-type]
     given = (*leaves.dequantized(), target, ignore_index, leaves.low_rank)
-    return dispatch.call_reference(reference.linear_accuracy, *given)
+    return guard.call_reference(reference.linear_accuracy, *given)
 
 
 def of_some_classes(

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, reference
-from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops import guard, pairs, reference
+from fastlayers.ops.pairs import Gradients, Needs
 
 #: Columns of the largest thin factor that there is a kernel for.
 LARGEST_RANK = 128
@@ -60,7 +60,7 @@ def drawn_mask(x: Tensor, dropout: float) -> Tensor:
         return torch.native_dropout(like, dropout, True)[1]
 
 
-class AddLowRank(dispatch.Pair, inputs=4):
+class AddLowRank(pairs.Pair, inputs=4):
     """Keeps x as it is, not its cast to the adapter's float32, nor what a dropout leaves of that but its mask; x·Aᵀ,
     and references to A and B."""
 
@@ -98,7 +98,7 @@ class AddLowRank(dispatch.Pair, inputs=4):
             kept = x if mask is None else x.to(a.dtype) * mask / (1 - dropout)
             return compose(dy.new_zeros(dy.shape), kept, a, b, scale)
 
-        return dy, *dispatch.differentiate(added, (x, a, b), needs[1:], dy)
+        return dy, *pairs.differentiate(added, (x, a, b), needs[1:], dy)
 
 
 def _rows(mask: Tensor | None) -> Tensor | None:
@@ -117,7 +117,7 @@ def _thin(kernels: Any, a: Tensor, b: Tensor, factor: float, *masks: Tensor | No
 def _has_kernels(y: Tensor, x: Tensor, a: Tensor, b: Tensor, dropout: float) -> bool:
     tensors = (y, x, a, b)
     return (
-        all(dispatch.is_plain(t) and t.device == y.device for t in tensors)
+        all(guard.is_plain(t) and t.device == y.device for t in tensors)
         and y.dtype is x.dtype
         and x.dtype in reference.LOW_PRECISION
         and a.dtype is b.dtype
@@ -133,7 +133,7 @@ def _has_kernels(y: Tensor, x: Tensor, a: Tensor, b: Tensor, dropout: float) -> 
         and 1 in b.stride()
         and backends.generates_kernels(y.device)
         and not torch.compiler.is_compiling()
-        and not dispatch.must_decompose()
+        and not guard.must_decompose()
     )
 
 

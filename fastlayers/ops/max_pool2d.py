@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, reference
-from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops import guard, layouts, pairs, raw_ops, reference
+from fastlayers.ops.pairs import Gradients, Needs
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def max_pool2d_forward(
         x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
@@ -38,7 +38,7 @@ def _empty_images(x: Tensor, size: Sequence[int], channels_last: bool, dtype: to
     return torch.empty((*x.shape[:-2], *size), dtype=dtype, device=x.device, memory_format=memory_format)
 
 
-FAMILY = dispatch.Family("max_pool2d", Kernels, cpu=True)
+FAMILY = raw_ops.Family("max_pool2d", Kernels, cpu=True)
 
 #: Elements from which an unforced call gets the kernels. On a CPU they take, of eager's time with two threads on a Xeon
 #: with AVX-512, .2 for a contiguous image and .5 for one that is channels_last, and .25 and 1.0 with the backward; for
@@ -74,7 +74,7 @@ def _window(
     x: Tensor, kernel_size: Numbers, stride: Numbers | None, padding: Numbers, dilation: Numbers, ceil_mode: object
 ) -> Window | str:
     """The window for the kernels, or why no kernel takes the call. torch raises for arguments that it refuses."""
-    if x.dtype not in dispatch.FLOATING:
+    if x.dtype not in guard.FLOATING:
         return f"no kernel for {x.dtype}"
     if x.dim() not in (3, 4) or x.numel() == 0 or x.layout is not torch.strided:
         return f"no image in shape {tuple(x.shape)}, {x.layout}"
@@ -109,7 +109,7 @@ def _scatter(dy: Tensor, offsets: Tensor, size: Size, window: Window) -> Tensor:
     return zeros.scatter_add(-1, index, dy.reshape(*images, -1)).reshape(*images, *size)
 
 
-class MaxPool2d(dispatch.Pair, inputs=1):
+class MaxPool2d(pairs.Pair, inputs=1):
     """Keeps where in its window each maximum is: a byte an output."""
 
     @staticmethod
@@ -122,7 +122,7 @@ class MaxPool2d(dispatch.Pair, inputs=1):
     def backward(
         kernels: Kernels, needs: Needs, dy: Tensor, offsets: Tensor, size: Size, window: Window, channels_last: bool
     ) -> Gradients:
-        dy = dispatch.with_strides(dy, offsets.stride())
+        dy = layouts.with_strides(dy, offsets.stride())
         return (kernels.max_pool2d_backward(dy, offsets, *window[:4], size, channels_last),)
 
     @staticmethod
@@ -136,7 +136,7 @@ def _dense(x: Tensor) -> tuple[Tensor, bool]:
     """x contiguous or channels_last in memory, as torch would lay out the result, and whether it is the latter."""
     if x.is_contiguous():
         return x, False
-    channels_last = dispatch.suggests_channels_last(x)
+    channels_last = layouts.suggests_channels_last(x)
     return x.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format), channels_last
 
 
@@ -152,4 +152,4 @@ def max_pool2d(
                 return reference.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)
             return MaxPool2d.run(kernels, x, window)
         backends.refuse(window)
-    return dispatch.call_reference(reference.max_pool2d, x, kernel_size, stride, padding, dilation, ceil_mode)
+    return guard.call_reference(reference.max_pool2d, x, kernel_size, stride, padding, dilation, ceil_mode)

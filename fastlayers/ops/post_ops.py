@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlayers import backends
-from fastlayers.ops import dispatch
+from fastlayers.ops import guard, modes
 from fastlayers.ops.convolution_norm import result_shape
 
 #: What oneDNN calls the activations that it computes, with their parameters and algorithm.
@@ -64,10 +64,10 @@ def _serves(*tensors: Tensor | None) -> bool:
         return False
     present = [t for t in tensors if t is not None]
     return (
-        all(dispatch.is_plain(t) and t.device.type == "cpu" and t.dtype is dtype for t in present)
-        and not dispatch.wants_gradient(*present)
-        and not dispatch.must_decompose()
-        and not dispatch.is_watched()
+        all(guard.is_plain(t) and t.device.type == "cpu" and t.dtype is dtype for t in present)
+        and not guard.wants_gradient(*present)
+        and not guard.must_decompose()
+        and not modes.is_watched()
     )
 
 

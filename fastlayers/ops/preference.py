@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastlayers.ops import dispatch
+from fastlayers.ops import guard
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ def _check_shapes(**tensors: Tensor) -> None:
     first, *_ = tensors
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
-            raise dispatch.expected_tensor(t)
+            raise guard.expected_tensor(t)
         if t.shape != tensors[first].shape:
             raise ValueError(
                 f"expected {name} of shape {tuple(tensors[first].shape)}, as {first} has it, but got {tuple(t.shape)}"
@@ -429,7 +429,7 @@ LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def _by_token(name: str, value: Tensor, shape: torch.Size) -> Tensor:
     """Numbers of sequences, (B,), or of tokens, in a shape that broadcasts against (B, T)."""
     if not isinstance(value, Tensor):
-        raise dispatch.expected_tensor(value)
+        raise guard.expected_tensor(value)
     out = value.unsqueeze(1) if value.dim() == 1 else value
     if out.dim() != 2 or out.shape[0] != shape[0] or out.shape[1] not in (1, shape[1]):
         raise ValueError(f"expected {name} of shape {tuple(shape[:1])} or {tuple(shape)}, but got {tuple(value.shape)}")

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, reference
-from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops import guard, layouts, pairs, raw_ops, reference
 from fastlayers.ops.elementwise import GPU_LEAST
+from fastlayers.ops.pairs import Gradients, Needs
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def dropout_add(x: Tensor, residual: Tensor | None, p: float, seed: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(x if residual is None else residual + torch.empty_like(x), dtype=dtype)
@@ -35,7 +35,7 @@ class Kernels(dispatch.Kernels):
         return torch.empty_like(x), torch.empty_like(gamma)
 
 
-FAMILY = dispatch.Family("residual", Kernels, cpu=True)
+FAMILY = raw_ops.Family("residual", Kernels, cpu=True)
 
 #: Where an unforced call on a CPU gets the kernels. The figures are eager's time over that of C++ with two threads, on
 #: a Xeon with AVX-512, forward, and forward with backward:
@@ -99,7 +99,7 @@ def draw_samples(x: Tensor, drop_path: float, count: int) -> tuple[Tensor, float
     The same draw as timm's DropPath and torchvision's StochasticDepth make, so the same samples are dropped.
     """
     keep = 1.0 - drop_path
-    samples = x.new_empty(count, dtype=dispatch.accumulator(x)).bernoulli_(keep)
+    samples = x.new_empty(count, dtype=layouts.accumulator(x)).bernoulli_(keep)
     return samples, 1.0 / keep if keep > 0 else 1.0
 
 
@@ -108,12 +108,10 @@ def draw_samples(x: Tensor, drop_path: float, count: int) -> tuple[Tensor, float
 
 def unsupported(x: Tensor, residual: object) -> str | None:
     """Why no kernel adds a multiple of x to the residual, None where one does."""
-    if not dispatch.is_plain(residual):
+    if not guard.is_plain(residual):
         return f"it takes plain tensors, and got {type(residual).__name__}"
     to, dtype = residual.dtype, x.dtype
-    if dtype not in dispatch.FLOATING or (
-        to != dtype and not (to == torch.float32 and dtype in reference.LOW_PRECISION)
-    ):
+    if dtype not in guard.FLOATING or (to != dtype and not (to == torch.float32 and dtype in reference.LOW_PRECISION)):
         return (
             f"the operands are {dtype} and {to}; kernels take one floating dtype, or 16-bit x with a float32 residual"
         )
@@ -129,13 +127,13 @@ def unsupported(x: Tensor, residual: object) -> str | None:
 def _unsupported_gamma(x: Tensor, gamma: object, residual: Tensor) -> str | None:
     if gamma is None:
         return None
-    if not dispatch.is_plain(gamma):
+    if not guard.is_plain(gamma):
         return f"gamma is a {type(gamma).__name__}; kernels take a plain tensor"
     if (
         (gamma.dtype == x.dtype or (gamma.dtype == torch.float32 == residual.dtype))
         and gamma.get_device() == x.get_device()
         and gamma.is_contiguous()
-        and dispatch.broadcasts_to(gamma.shape, x.shape)
+        and layouts.broadcasts_to(gamma.shape, x.shape)
         and sum(size != 1 for size in gamma.shape) <= 1
     ):
         return None
@@ -148,7 +146,7 @@ def _unsupported_gamma(x: Tensor, gamma: object, residual: Tensor) -> str | None
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
-class DropoutAdd(dispatch.Pair, inputs=2):
+class DropoutAdd(pairs.Pair, inputs=2):
     """Keeps the seed. ``shard`` is the number of this shard of a larger tensor, or 0."""
 
     @staticmethod
@@ -163,7 +161,7 @@ class DropoutAdd(dispatch.Pair, inputs=2):
     def backward(
         kernels: Kernels, needs: Needs, dy: Tensor, seed: Tensor, p: float, dtype: torch.dtype, strides: tuple[int, ...]
     ) -> Gradients:
-        dx = kernels.dropout_add(dispatch.with_strides(dy, strides), None, p, seed, dtype) if needs[0] else None
+        dx = kernels.dropout_add(layouts.with_strides(dy, strides), None, p, seed, dtype) if needs[0] else None
         return dx, dy
 
     @staticmethod
@@ -174,7 +172,7 @@ class DropoutAdd(dispatch.Pair, inputs=2):
         return (dy * (mask.to(dy.dtype) * (1.0 / (1.0 - p)))).to(dtype), dy
 
 
-class ScaleAdd(dispatch.Pair, inputs=3):
+class ScaleAdd(pairs.Pair, inputs=3):
     """Keeps gamma, a number for each sample that may be dropped, and x where gamma needs a gradient."""
 
     @staticmethod
@@ -269,7 +267,7 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor
             return DropoutAdd.run(kernels, x, residual, p, 0)
         if reason is not None:
             backends.refuse(reason)
-    return dispatch.call_reference(reference.dropout_add, x, residual, p, training)
+    return guard.call_reference(reference.dropout_add, x, residual, p, training)
 
 
 def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, drop_path: float, training: bool) -> Tensor:
@@ -288,4 +286,4 @@ def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, drop_path: floa
             keep, scale = draw_samples(x, drop_path, x.shape[0]) if drops else (None, 1.0)
             return ScaleAdd.run(kernels, x, gamma, residual, keep, scale)
         backends.refuse(reason)
-    return dispatch.call_reference(reference.scale_add, x, gamma, residual, drop_path, training)
+    return guard.call_reference(reference.scale_add, x, gamma, residual, drop_path, training)

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, reference
-from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops import guard, layouts, pairs, raw_ops, reference
+from fastlayers.ops.pairs import Gradients, Needs
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def response_norm_forward(
         x: Tensor, weight: Tensor, bias: Tensor, eps: float, channels_last: bool, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        norm = x.new_empty((x.shape[0], weight.shape[0]), dtype=dispatch.accumulator(x))
+        norm = x.new_empty((x.shape[0], weight.shape[0]), dtype=layouts.accumulator(x))
         return torch.empty_like(x, dtype=dtype), norm
 
     @staticmethod
@@ -30,13 +30,13 @@ class Kernels(dispatch.Kernels):
         return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
 
 
-FAMILY = dispatch.Family("response_norm", Kernels, triton_only=("response_norm_forward", "response_norm_backward"))
+FAMILY = raw_ops.Family("response_norm", Kernels, triton_only=("response_norm_forward", "response_norm_backward"))
 
 #: Channels that a program holds in registers.
 MOST_CHANNELS = 8192
 
 
-class ResponseNorm(dispatch.Pair, inputs=3):
+class ResponseNorm(pairs.Pair, inputs=3):
     """Keeps x, the weight, and the norm of each channel of each sample."""
 
     @staticmethod
@@ -59,25 +59,25 @@ class ResponseNorm(dispatch.Pair, inputs=3):
         needs: Needs, dy: Tensor, x: Tensor, weight: Tensor, norm: Tensor, eps: float, channels_last: bool
     ) -> Gradients:
         def normed(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            wide = [t.to(dispatch.accumulator(x)) for t in (x, weight, bias)]
+            wide = [t.to(layouts.accumulator(x)) for t in (x, weight, bias)]
             return reference.global_response_norm(wide[0], wide[1], wide[2], eps, channels_last)
 
-        return dispatch.differentiate(normed, (x, weight, torch.zeros_like(weight)), needs, dy.to(norm.dtype))
+        return pairs.differentiate(normed, (x, weight, torch.zeros_like(weight)), needs, dy.to(norm.dtype))
 
 
 def _unsupported(x: Tensor, weight: Tensor, bias: Tensor, channels_last: bool) -> str | None:
     """Why no kernel takes this call, None where one does."""
-    if x.dtype not in dispatch.FLOATING:
+    if x.dtype not in guard.FLOATING:
         return f"no kernel for {x.dtype}"
     if x.dim() < 3 or x.numel() == 0:
         return f"no sample with space and channels in shape {tuple(x.shape)}"
-    if not x.is_contiguous() and (channels_last or not dispatch.is_image(x)):
+    if not x.is_contiguous() and (channels_last or not layouts.is_image(x)):
         return f"an input with strides {x.stride()}; the kernel takes dense ones"
     channels = x.shape[-1 if channels_last else 1]
     if channels > MOST_CHANNELS:
         return f"{channels} channels; the kernel takes up to {MOST_CHANNELS}"
     for parameter in (weight, bias):
-        problem = dispatch.parameter_problem(parameter, x.get_device(), x.dtype, (channels,))
+        problem = guard.parameter_problem(parameter, x.get_device(), x.dtype, (channels,))
         if problem is not None:
             return problem
     return None if bias.dtype == weight.dtype else f"the weight is {weight.dtype}, and the bias {bias.dtype}"
@@ -100,4 +100,4 @@ def global_response_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, ch
             y = ResponseNorm.run(kernels, flat, weight, bias, eps, channels_last, dtype).view(x.shape)
             return y.movedim(-1, 1) if moves else y
         backends.refuse(problem)
-    return dispatch.call_reference(reference.global_response_norm, x, weight, bias, eps, channels_last)
+    return guard.call_reference(reference.global_response_norm, x, weight, bias, eps, channels_last)

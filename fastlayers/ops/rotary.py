@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, reference
-from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops import guard, layouts, pairs, raw_ops, reference
 from fastlayers.ops.layer_norm import rms_norm
+from fastlayers.ops.pairs import Gradients, Needs
 
 Sizes: TypeAlias = tuple[int, ...]
 #: Shape, strides and dtype of a tensor.
 Layout: TypeAlias = tuple[Sizes, Sizes, torch.dtype]
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def rotary(
         q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int, backward: bool,
@@ -38,7 +38,7 @@ class Kernels(dispatch.Kernels):
         )
 
 
-FAMILY = dispatch.Family("rotary", Kernels, cpu=True)
+FAMILY = raw_ops.Family("rotary", Kernels, cpu=True)
 
 #: Dimensions that the kernels walk: two positions, the heads, and that which rotates.
 MOST_DIMS = 4
@@ -92,7 +92,7 @@ def _unsupported(
 ) -> str | None:
     """Why no kernel takes these, None where one does."""
     given = q[2]
-    if given not in dispatch.FLOATING or (k is not None and k[2] != given):
+    if given not in guard.FLOATING or (k is not None and k[2] != given):
         return f"q and k are {given} and {None if k is None else k[2]}; kernels take one floating dtype"
     table = cos[2]
     narrow = given in reference.LOW_PRECISION and table == torch.float32
@@ -112,7 +112,7 @@ def _unsupported(
             continue
         if len(x[0]) != len(sizes) or x[0][-1] != sizes[-1]:
             return f"q and k have shapes {tuple(sizes)} and {tuple(x[0])}; kernels take one size of heads"
-        if not all(dispatch.broadcasts_to(table[0][:-1], x[0][:-1]) for table in (cos, sin)):  # type: ignore[arg-type]
+        if not all(layouts.broadcasts_to(table[0][:-1], x[0][:-1]) for table in (cos, sin)):  # type: ignore[arg-type]
             return f"tables of {tuple(cos[0])} and {tuple(sin[0])} do not broadcast to {tuple(x[0])}"
     if _head(q, k, cos, sin) is None:
         return f"tables of {tuple(cos[0])} differ from head to head of {tuple(sizes)}"
@@ -168,7 +168,7 @@ def _decomposed_backward(
     return turned.to(dtype)
 
 
-class Rotary(dispatch.Pair, inputs=2, materialize=False):
+class Rotary(pairs.Pair, inputs=2, materialize=False):
     """Keeps cos and sin."""
 
     @staticmethod
@@ -219,7 +219,7 @@ class Rotary(dispatch.Pair, inputs=2, materialize=False):
 def _problem(q: Tensor, k: object, cos: object, sin: object) -> str | None:
     """Why the kernels do not take these tensors, whatever their layout."""
     for t in (cos, sin) if k is None else (k, cos, sin):
-        if not dispatch.is_plain(t):
+        if not guard.is_plain(t):
             return f"it takes plain tensors, and got {type(t).__name__}"
         if t.device != q.device:
             return f"the operands are on {q.device} and {t.device}"
@@ -227,7 +227,7 @@ def _problem(q: Tensor, k: object, cos: object, sin: object) -> str | None:
     assert isinstance(sin, Tensor)
     if cos.dim() == 0 or sin.dim() == 0:
         return "a table has no dimension"
-    if dispatch.wants_gradient(cos, sin):
+    if guard.wants_gradient(cos, sin):
         return "cos or sin needs a gradient, which the kernel does not make"
     return None
 
@@ -261,7 +261,7 @@ def rotary(
             if reason is None:
                 return Rotary.run(kernels, q, k, cos, sin, interleaved, rotated, chosen)
         backends.refuse(reason)
-    return dispatch.call_reference(reference.rotary, q, k, cos, sin, interleaved, rotated, dtype)
+    return guard.call_reference(reference.rotary, q, k, cos, sin, interleaved, rotated, dtype)
 
 
 def qk_norm_rotary(
@@ -270,7 +270,7 @@ def qk_norm_rotary(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     for x in (q, k):
         if not isinstance(x, Tensor):
-            raise dispatch.expected_tensor(x)
+            raise guard.expected_tensor(x)
     q = rms_norm(q, q.shape[-1:], q_weight, eps, casting)
     k = rms_norm(k, k.shape[-1:], k_weight, eps, casting)
     q, rotated = rotary(q, k, cos, sin, interleaved, rotary_dim, None)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, dtensor, head_sharding, reference, residual, vocab_parallel
+from fastlayers.ops import dtensor, guard, head_sharding, reference, residual, vocab_parallel
 from fastlayers.ops.activations import activation
 from fastlayers.ops.batch_norm import batch_norm
 from fastlayers.ops.bias_act import FASTER_BARE, bias_act
@@ -295,7 +295,7 @@ def _batch_norm(
 def _placed_target(target: Tensor, x: DTensor, dim: int) -> Tensor:
     """A target as a DTensor. Of logits that are sharded by class alone a plain one is that of all ranks, as in torch's
     ``loss_parallel``."""
-    if type(target) not in dispatch.PLAIN or any(p.is_shard() and p.dim != dim for p in x.placements):
+    if type(target) not in guard.PLAIN or any(p.is_shard() and p.dim != dim for p in x.placements):
         return target
     placed: Tensor = type(x).from_local(target, x.device_mesh)
     return placed
@@ -409,7 +409,7 @@ _RESPONSE_NORMS = {
 }
 _NORM_OPERANDS = {0: broadcast, 2: broadcast, 3: broadcast}
 
-#: By what an op hands to :func:`dispatch.call_reference`, or by the op itself.
+#: By what an op hands to :func:`guard.call_reference`, or by the op itself.
 RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     reference.softmax: Rule(
         lambda x, dim, scale, mask, dtype: softmax(x, dim, scale, mask, dtype, False),
@@ -506,7 +506,7 @@ def answer(function: Callable[..., Any], *args: Any) -> Any:
         rule = RULES.get(function)
         if rule is None:
             raise NoRuleError("it has no rule for DTensors")
-        if dispatch.must_decompose():
+        if guard.must_decompose():
             raise NoRuleError("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
         return rule(*args)
     except NoRuleError as error:
@@ -516,4 +516,4 @@ def answer(function: Callable[..., Any], *args: Any) -> Any:
     return None
 
 
-dispatch.answer_sharded = answer
+guard.answer_sharded = answer

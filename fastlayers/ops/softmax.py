@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, reference
-from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops import graph_ops, guard, layouts, pairs, raw_ops, reference
+from fastlayers.ops.pairs import Gradients, Needs
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def softmax_forward(
         x: Tensor, dim: int, scale: float, mask: Tensor | None, dtype: torch.dtype, log: bool
@@ -27,7 +27,7 @@ class Kernels(dispatch.Kernels):
         return y.new_empty(y.shape, dtype=dtype)
 
 
-FAMILY = dispatch.Family("softmax", Kernels, cpu=True)
+FAMILY = raw_ops.Family("softmax", Kernels, cpu=True)
 
 #: Elements from which an unforced softmax without scale and mask gets the kernel. Below, torch's own is one kernel too,
 #: and what counts is the host: forward and backward through a Python Function took 1.4 to 1.5 times torch's 90 us on an
@@ -58,9 +58,7 @@ def unsupported(
 ) -> str | None:
     """Why no kernel takes this call, None where one does."""
     given, dims = x.dtype, x.dim()
-    if given not in dispatch.FLOATING or not (
-        out is given or (out == torch.float32 and given in reference.LOW_PRECISION)
-    ):
+    if given not in guard.FLOATING or not (out is given or (out == torch.float32 and given in reference.LOW_PRECISION)):
         return f"no kernel from {given} to {out}"
     if x.numel() == 0 or not -dims <= dim < dims:
         return f"nothing to reduce in dim {dim} of shape {tuple(x.shape)}"
@@ -68,9 +66,9 @@ def unsupported(
         return f"the scale is {scale}; kernels take one between 1e-36 and 1e36 in magnitude"
     if mask is None:
         return None
-    if not dispatch.is_plain(mask) or mask.device != x.device:
+    if not guard.is_plain(mask) or mask.device != x.device:
         return f"the mask is a {type(mask).__name__} on {mask.device}, and x on {x.device}"
-    if not dispatch.broadcasts_to(mask.shape, x.shape):
+    if not layouts.broadcasts_to(mask.shape, x.shape):
         return f"a mask of shape {tuple(mask.shape)} does not broadcast to x of shape {tuple(x.shape)}"
     if mask.dtype not in (torch.bool, x.dtype) and not (
         mask.dtype == torch.float32 and x.dtype in reference.LOW_PRECISION
@@ -85,12 +83,12 @@ def _gains(kernels: Kernels, x: Tensor, dim: int, bare: bool) -> bool:
     """Whether a call that nobody forced gains by the kernel. ``bare``: it has neither a scale nor a mask."""
     if not kernels.unasked:
         return not bare or x.numel() >= GPU_LEAST
-    if bare or x.dtype not in dispatch.CPU_DTYPES or x.numel() < CPU_LEAST or dim not in (-1, x.dim() - 1):
+    if bare or x.dtype not in guard.CPU_DTYPES or x.numel() < CPU_LEAST or dim not in (-1, x.dim() - 1):
         return False
     return x.shape[-1] >= _CPU_ROW
 
 
-class Softmax(dispatch.Pair, inputs=2):
+class Softmax(pairs.Pair, inputs=2):
     """Keeps the result; the mask too where it is boolean (a view of the caller's) or needs a gradient."""
 
     @staticmethod
@@ -151,12 +149,12 @@ def softmax(
                 dim += x.dim()
             return Softmax.run(kernels, x, mask, dim, factor, log, out)
         backends.refuse(reason)
-    elif torch.compiler.is_compiling() and dispatch.graph_keeps_kernel(x):
+    elif torch.compiler.is_compiling() and graph_ops.graph_keeps_kernel(x):
         # Inductor's row reductions reach half of the memory limit on long rows, so a graph keeps the kernel.
         out = result_dtype(x, mask, dtype)
         if unsupported(x, dim, factor, mask, out, False) is None:
             return _in_graph(x, mask, dim % x.dim(), factor, log, out)
-    return dispatch.call_reference(reference_op, x, dim, scale, mask, dtype)
+    return guard.call_reference(reference_op, x, dim, scale, mask, dtype)
 
 
 def _number(scale: object) -> float:

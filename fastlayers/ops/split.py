@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch
-from fastlayers.ops.dispatch import Gradients
+from fastlayers.ops import guard, pairs, raw_ops
+from fastlayers.ops.pairs import Gradients
 
 #: Elements from which this gains, and the most parts: each is a copy of its own.
 LEAST = 2**19
@@ -69,10 +69,10 @@ class _Parts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Gradients:
         join = torch.stack if ctx.function is torch.unbind else torch.cat
-        if any(map(dispatch.needs_double_backward, grads)):
+        if any(map(guard.needs_double_backward, grads)):
             return join(grads, ctx.args[-1]), None, None
         first = grads[0]
-        if dispatch.is_observed() and backends.generates_kernels(first.device):
+        if raw_ops.is_observed() and backends.generates_kernels(first.device):
             # One kernel writes all parts, together with what makes them, where a tape has this as one expression.
             order = sorted(range(len(ctx.shape)), key=lambda d: -ctx.strides[d])
             dx = join(grads, ctx.args[-1]).permute(order).contiguous()
@@ -83,7 +83,7 @@ class _Parts(torch.autograd.Function):
         return dx, None, None
 
 
-_record = dispatch.record_of(_Parts)
+_record = pairs.record_of(_Parts)
 
 
 def parts(function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
@@ -91,13 +91,13 @@ def parts(function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
     if (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and dispatch.is_plain(x)
+        and guard.is_plain(x)
         and x.requires_grad
         and _gains(x, _count(function, x, *args))
-        and not dispatch.must_decompose()
+        and not guard.must_decompose()
         and _is_dense(x)
     ):
-        return _record(dispatch.unwrap(x), function, args)
+        return _record(pairs.unwrap(x), function, args)
     return function(x, *args)
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, elementwise, reference
-from fastlayers.ops.dispatch import Gradients
+from fastlayers.ops import elementwise, guard, layouts, pairs, raw_ops, reference
+from fastlayers.ops.pairs import Gradients
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def spatial_sum(x: Tensor, y: Tensor | None, factor: float) -> Tensor:
         return reference.spatial_mean(x)
@@ -29,7 +29,7 @@ class Kernels(dispatch.Kernels):
         return torch.empty_like(x)
 
 
-FAMILY = dispatch.Family("squeeze_excite", Kernels, cpu=True)
+FAMILY = raw_ops.Family("squeeze_excite", Kernels, cpu=True)
 
 
 #: Elements from which an unforced call on a CPU gets the kernels, and the pixels that a contiguous plane has at least.
@@ -40,11 +40,11 @@ CPU_PLANE = 1024
 
 def _torch_is_as_fast(x: Tensor) -> bool:
     """Whether a CPU has to be asked for these kernels. They gain in the backward, and forward in bfloat16."""
-    if x.dtype not in dispatch.CPU_DTYPES or x.numel() < CPU_LEAST:
+    if x.dtype not in guard.CPU_DTYPES or x.numel() < CPU_LEAST:
         return True
     if x.is_contiguous() and x.shape[2] * x.shape[3] < CPU_PLANE:
         return True
-    return x.dtype == torch.float32 and not dispatch.wants_gradient(x)
+    return x.dtype == torch.float32 and not guard.wants_gradient(x)
 
 
 @dataclass(eq=False, slots=True)
@@ -94,7 +94,7 @@ class _Squeeze(torch.autograd.Function):
             both = dx if spread is None else spread if dx is None else dx + spread
         elif dmean is None:
             both = dx * gate
-        elif dispatch.needs_double_backward(dmean):
+        elif guard.needs_double_backward(dmean):
             both = dx * gate + dmean / pixels
         else:
             both = ctx.kernels.scale_shift(dx, gate, dmean, 1 / pixels)
@@ -114,10 +114,10 @@ class _Excite(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Gradients:
         x, gate = ctx.saved_tensors
         for_gate = ctx.needs_input_grad[2]
-        if dispatch.needs_double_backward(dy):
+        if guard.needs_double_backward(dy):
             ctx.shared.gate = None
             return dy * gate, None, (dy * x).sum((2, 3), keepdim=True) if for_gate else None, None, None
-        dy = dispatch.with_strides(dy, x.stride())
+        dy = layouts.with_strides(dy, x.stride())
         ctx.shared.gate = gate
         return dy, None, ctx.kernels.spatial_sum(dy, x, 1.0) if for_gate else None, None, None
 
@@ -139,9 +139,9 @@ def _mean(x: Tensor, kernels: Kernels) -> Tensor:
 
 
 def _unsupported(x: Tensor) -> str | None:
-    if x.dtype not in dispatch.FLOATING:
+    if x.dtype not in guard.FLOATING:
         return f"no kernel for {x.dtype}"
-    if x.dim() != 4 or x.numel() == 0 or not dispatch.is_image(x):
+    if x.dim() != 4 or x.numel() == 0 or not layouts.is_image(x):
         return f"it takes contiguous or channels_last images, and got shape {tuple(x.shape)}, strides {x.stride()}"
     return None
 
@@ -150,7 +150,7 @@ def squeeze(x: Tensor, mean: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor
     """``(mean(x), x)`` for a ``mean`` over space, (N, C, 1, 1); x as a link where :func:`excite` gains by it."""
     kernels = FAMILY.kernels_for(x)
     if kernels is None:
-        if dispatch.is_dtensor(x):
+        if guard.is_dtensor(x):
             backends.refuse("it takes plain tensors, and got a DTensor")
         return mean(x), x
     reason = _unsupported(x)
@@ -165,7 +165,7 @@ def squeeze(x: Tensor, mean: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor
         return mean(x), x
     if not (torch.is_grad_enabled() and x.requires_grad):
         return _mean(x, kernels), x
-    x, shared = dispatch.unwrap(x), _Shared()
+    x, shared = pairs.unwrap(x), _Shared()
     out, stand_in = _Squeeze.apply(x, shared, kernels)
     return out, Link(x, x._version, stand_in, shared)
 
@@ -181,14 +181,14 @@ def excite(squeezed: Tensor | Link, gate: Tensor) -> Tensor:
         or shared.taken
         or version != x._version
         or not torch.is_grad_enabled()
-        or not dispatch.is_plain(gate)
+        or not guard.is_plain(gate)
         or gate.shape != (*x.shape[:2], 1, 1)
         or gate.dtype is not x.dtype
         or gate.device != x.device
     ):
         return _times(x, gate)
     shared.taken = True
-    return _Excite.apply(stand_in, x, dispatch.unwrap(gate), shared, kernels)
+    return _Excite.apply(stand_in, x, pairs.unwrap(gate), shared, kernels)
 
 
 def convolution_of_product(layer: Callable[[Tensor], Tensor], product: Tensor) -> Tensor:
@@ -203,8 +203,8 @@ def convolution_of_product(layer: Callable[[Tensor], Tensor], product: Tensor) -
     if (
         not isinstance(node, _Excite._backward_cls)  # type: ignore[attr-defined]
         or product._version != 0
-        or dispatch.must_decompose()
-        or dispatch.hooks_decide_what_is_kept()
+        or guard.must_decompose()
+        or guard.hooks_decide_what_is_kept()
     ):
         return layer(product)
     factors = tuple((t, t._version) for t in node.saved_tensors)

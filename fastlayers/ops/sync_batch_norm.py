@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import batch_norm, bias_act, dispatch, elementwise
+from fastlayers.ops import batch_norm, bias_act, elementwise, graph_ops, guard, layouts, pairs, raw_ops
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE, NORM_CODES, activation
-from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops.pairs import Gradients, Needs
 
 aten = torch.ops.aten
 
 
-class Kernels(dispatch.Kernels):
+class Kernels(raw_ops.Kernels):
     @staticmethod
     def sync_batch_norm_statistics(x: Tensor) -> Tensor:
-        return x.new_empty(2 * x.shape[1] + 1, dtype=dispatch.accumulator(x))
+        return x.new_empty(2 * x.shape[1] + 1, dtype=layouts.accumulator(x))
 
     @staticmethod
     def sync_batch_norm_merge(gathered: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,14 +64,14 @@ class Kernels(dispatch.Kernels):
 
 
 def _empty_stats(x: Tensor) -> Tensor:
-    return x.new_empty((2, x.shape[1]), dtype=dispatch.accumulator(x))
+    return x.new_empty((2, x.shape[1]), dtype=layouts.accumulator(x))
 
 
 def _empty_bits(x: Tensor, packed: bool) -> Tensor:
     return x.new_empty((x.numel() + 7) // 8 if packed else 0, dtype=torch.uint8)
 
 
-FAMILY = dispatch.Family(
+FAMILY = raw_ops.Family(
     "sync_batch_norm",
     Kernels,
     triton_only=(
@@ -105,7 +105,7 @@ class InTorch(Kernels):
 
     @staticmethod
     def sync_batch_norm_statistics(x: Tensor) -> Tensor:
-        channels, wide = x.shape[1], dispatch.accumulator(x)
+        channels, wide = x.shape[1], layouts.accumulator(x)
         if x.numel() == 0:
             return x.new_zeros(2 * channels + 1, dtype=wide)
         count = x.numel() // channels
@@ -215,9 +215,9 @@ def _processes(group: str) -> Any:
 
 def _dense(x: Tensor) -> Tensor:
     """x in the layout that torch's batch_norm gives its result."""
-    if dispatch.is_image(x):
+    if layouts.is_image(x):
         return x
-    if not dispatch.suggests_channels_last(x):
+    if not layouts.suggests_channels_last(x):
         return x.contiguous()
     return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
 
@@ -290,7 +290,7 @@ def _fake_backward(
     return torch.empty_like(x), torch.empty_like(x) if dresidual else x.new_empty(0), dweight, dbias
 
 
-class SyncBatchNorm(dispatch.Pair, inputs=4, materialize=False):
+class SyncBatchNorm(pairs.Pair, inputs=4, materialize=False):
     """Keeps x, the weight, the mean and rstd of each channel and how many values they are of; for an activation the
     bias and the residual, from which backward recomputes its argument, or for relu after a residual, where kernels
     serve, one bit an element."""
@@ -336,11 +336,11 @@ class SyncBatchNorm(dispatch.Pair, inputs=4, materialize=False):
 
 _EAGER = SimpleNamespace(forward=_forward, backward=_backward, packs=True)
 _OPAQUE = SimpleNamespace(
-    forward=dispatch.opaque("fastlayers_distributed::sync_batch_norm_forward", _forward, _fake_forward),
-    backward=dispatch.opaque("fastlayers_distributed::sync_batch_norm_backward", _backward, _fake_backward),
+    forward=graph_ops.opaque("fastlayers_distributed::sync_batch_norm_forward", _forward, _fake_forward),
+    backward=graph_ops.opaque("fastlayers_distributed::sync_batch_norm_backward", _backward, _fake_backward),
     packs=False,  # A graph does not know whether kernels will serve.
 )
-_in_graph = dispatch.graph_op_of(SyncBatchNorm, "sync_batch_norm", tuple[Tensor, Tensor, Tensor], lambda: _OPAQUE)
+_in_graph = graph_ops.graph_op_of(SyncBatchNorm, "sync_batch_norm", tuple[Tensor, Tensor, Tensor], lambda: _OPAQUE)
 
 
 def sync_batch_norm(
@@ -360,7 +360,7 @@ def sync_batch_norm(
     if not x.is_floating_point():
         raise TypeError(f"expected a floating-point input, got {x.dtype}")
     compiling = torch.compiler.is_compiling()
-    if not compiling and dispatch.must_decompose():
+    if not compiling and guard.must_decompose():
         raise RuntimeError(
             "a synchronised batch_norm communicates, and is not supported under transforms of torch.func, forward-mode"
             " AD and torch.jit.trace; call eval() first, or use torch.nn.BatchNorm2d"

@@ -17,7 +17,7 @@ from torch.nn import _reduction
 from fastlayers import backends
 from fastlayers.ops import reference
 from fastlayers.ops.cross_entropy import MEAN, NONE
-from fastlayers.ops.dispatch import Gradients
+from fastlayers.ops.pairs import Gradients
 from fastlayers.ops.reference import capped
 
 #: Elements that are copied to float32 at once. The logits are the largest tensor of all.

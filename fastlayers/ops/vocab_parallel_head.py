@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fastlayers.ops import head, head_loss, vocab_parallel
-from fastlayers.ops.dispatch import Needs
 from fastlayers.ops.head import Gradients, Leaves
 from fastlayers.ops.head_loss import Others, Rest
+from fastlayers.ops.pairs import Needs
 
 
 def chunk_size(rows: int) -> int:

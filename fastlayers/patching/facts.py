@@ -92,12 +92,12 @@ FACTS = (
     ),
     Fact("the forced backend", reason="a change of it forgets all recordings, see backends.on_change"),
     Fact(
-        "modes of dispatch", {"ops.dispatch:needs_operations": False}, MODES,
+        "modes of dispatch", {"ops.modes:needs_operations": False}, MODES,
         reason="they see fused ops as operations of torch.ops.fastlayers",
     ),
     Fact("of `__torch_function__`", {REGIONS + "function_modes": 0}, MODES, {CHECKS + "must_be_stock": False}),
     Fact(
-        "transforms of torch.func, forward-mode derivatives, tracing", {"ops.dispatch:must_decompose": False}, MODES,
+        "transforms of torch.func, forward-mode derivatives, tracing", {"ops.guard:must_decompose": False}, MODES,
         reason="each op asks for them",
     ),
     Fact("compilation", reason="a region and a graph ask for it first; rewritten code can be compiled"),

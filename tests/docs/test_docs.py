@@ -63,13 +63,6 @@ def test_pages_fetch_nothing(site):
         assert not re.findall(r'(?:src|<link[^>]* href)="https?:', text), page
 
 
-def test_signatures_have_no_old_names(site):
-    text = re.sub(r"<[^>]+>", "", article(site / "ops" / "softmax.html"))
-    signature = text.partition("softmax(")[2].partition(")")[0]
-    assert re.findall(r"(\w+):", signature) == ["input", "dim", "scale", "mask", "dtype"]
-    assert not any("REQUIRED" in page.read_text() for page in (site / "ops").glob("*.html"))
-
-
 def test_pages_have_no_sphinx_roles(site):
     for page in site.rglob("*.html"):
         assert not re.findall(r":(?:func|class|mod|meth):|\.\. math::", page.read_text()), page

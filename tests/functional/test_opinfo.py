@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -234,52 +233,3 @@ def test_signature_is_torchs(name):
         assert value.default == OTHER_DEFAULTS.get((name, key), theirs[key].default), key
     positional = [key for key, value in ours.items() if value.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     assert positional == list(theirs)[: len(positional)]
-
-
-# ---- old names -------------------------------------------------------------------------------------------------------
-
-X, ROWS = torch.arange(12.0).reshape(2, 6).sin(), (6,)
-WEIGHT, TARGET, CLASSES = torch.arange(18.0).reshape(3, 6).cos(), torch.tensor([2, 0]), torch.tensor([1.0, 2.0, 0.5])
-BIAS = torch.tensor([0.5, -0.25, 1.0])
-OLD_CALLS = [
-    ("softmax", {"x": X}, {"input": X}, ["input"]),
-    ("log_softmax", {"x": X, "dim": 0}, {"input": X, "dim": 0}, ["input"]),
-    ("mul", {"x": X, "y": X}, {"input": X, "other": X}, ["input", "other"]),
-    ("layer_norm", {"x": X, "normalized_shape": ROWS}, {"input": X, "normalized_shape": ROWS}, ["input"]),
-    ("rms_norm", {"x": X, "normalized_shape": ROWS}, {"input": X, "normalized_shape": ROWS}, ["input"]),
-    ("group_norm", {"x": X, "num_groups": 2}, {"input": X, "num_groups": 2}, ["input"]),
-    ("instance_norm", {"x": X[None]}, {"input": X[None]}, ["input"]),
-    (
-        "batch_norm",
-        {"x": X, "running_mean": None, "running_var": None, "training": True},
-        {"input": X, "running_mean": None, "running_var": None, "training": True},
-        ["input"],
-    ),
-    ("glu", {"x": X}, {"input": X}, ["input"]),
-    ("glu", {"input": X, "dim": "silu"}, {"input": X, "act": "silu"}, ["act"]),  # glu(x, "silu")
-    (
-        "linear_cross_entropy",
-        {"hidden": X, "weight": WEIGHT, "target": TARGET, "bias": BIAS, "class_weight": CLASSES},
-        {"input": X, "linear_weight": WEIGHT, "target": TARGET, "linear_bias": BIAS, "weight": CLASSES},
-        ["input", "linear_weight", "linear_bias", "weight"],
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "old", "new", "named"), OLD_CALLS, ids=[row[0] for row in OLD_CALLS])
-def test_old_names_warn_for_one_release(name, old, new, named):
-    function = getattr(functional, name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        expected = function(**new)
-    with pytest.warns(DeprecationWarning, match="goes with the next release") as caught:
-        assert torch.equal(function(**old), expected)
-    assert [re.findall(r"is now '(\w+)'", str(w.message))[0] for w in caught] == named
-    assert {w.filename for w in caught} == {__file__}
-
-
-def test_both_names_are_a_mistake():
-    with pytest.raises(TypeError, match=r"softmax\(\) got multiple values for argument 'input'"):
-        functional.softmax(X, x=X)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
-        functional.softmax(y=X)

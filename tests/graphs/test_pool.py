@@ -15,7 +15,7 @@ from fastlayers.graphs import words
 from fastlayers.graphs.pool import in_one_segment
 from fastlayers.graphs.state import Counter
 from fastlayers.graphs.words import InWords, concatenated
-from fastlayers.ops.dispatch import needs_operations
+from fastlayers.ops.modes import needs_operations
 from tests.graphs.networks import assert_equal, gpu, inputs, pair, tokens
 
 pytestmark = pytest.mark.usefixtures("deterministic")

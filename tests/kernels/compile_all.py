@@ -27,19 +27,20 @@ from triton.compiler import ASTSource
 from fastlayers.kernels import (
     batch_norm,
     bias_act,
-    channels,
     convolution,
     cross_entropy,
     elementwise,
     flat,
     glu,
     group_norm,
+    image_geometry,
     kl_div,
     launch,
     layer_norm,
     linear_divergence,
     low_rank,
     max_pool2d,
+    norm_rows,
     response_norm,
     rotary,
     softmax,
@@ -127,7 +128,7 @@ def compiled(request, monkeypatch, tmp_path):
         names.append(self.function.__name__)
 
     monkeypatch.setattr(launch.Launch, "__call__", compile_instead)
-    for family in (softmax, flat, layer_norm, channels, group_norm, bias_act, kl_div, low_rank):
+    for family in (softmax, flat, layer_norm, norm_rows, image_geometry, group_norm, bias_act, kl_div, low_rank):
         monkeypatch.setattr(family, "multiprocessors", lambda device: 132)
     yield names
     if triton.__version__.startswith(TUNED):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 
-from fastlayers.kernels import batch_norm, channels
+from fastlayers.kernels import batch_norm, image_geometry
 from fastlayers.kernels.batch_norm import batch_norm_backward, batch_norm_eval, batch_norm_train, channel_bias_act_
 
 if not triton.knobs.runtime.interpret:
@@ -215,11 +215,11 @@ def test_views(number):
 def test_several_tiles_and_splits(shape, layout, monkeypatch):
     for plan in (batch_norm._forward_plan, batch_norm._backward_plan):
         plan.cache_clear()
-    monkeypatch.setattr(channels, "PROGRAMS_PER_MULTIPROCESSOR", 1)
+    monkeypatch.setattr(image_geometry, "PROGRAMS_PER_MULTIPROCESSOR", 1)
     monkeypatch.setattr(batch_norm, "FORWARD_TILE", 512)
     monkeypatch.setattr(batch_norm, "BACKWARD_TILE", 512)
     x, residual = layout(torch.randn(shape) + 30), layout(torch.randn(shape))
-    g = channels.geometry(x.shape, channels.is_channels_last(x), True, 1, 512, x.dtype, x.device)
+    g = image_geometry.geometry(x.shape, image_geometry.is_channels_last(x), True, 1, 512, x.dtype, x.device)
     assert max(g.splits, g.outer_steps * g.inner_steps) > 1
     check(x, 0, None, x.dtype, x.dtype)
     check(x, RELU, residual, x.dtype, x.dtype, bits=True)

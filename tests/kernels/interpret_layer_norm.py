@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 
-from fastlayers.kernels import layer_norm
+from fastlayers.kernels import layer_norm, norm_rows
 from fastlayers.kernels.layer_norm import add_layer_norm_forward, layer_norm_backward, layer_norm_forward
 
 if not triton.knobs.runtime.interpret:
@@ -166,15 +166,15 @@ def test_long(few_registers, rows, n, dtype, kind):
 
 def test_all_ways_of_a_long_row_are_tested(few_registers):
     device = torch.device("cpu")
-    assert layer_norm._splits(1500, 2, layer_norm.LONG_FORWARD // 2, device)[0] > 1
-    assert layer_norm._splits(1001, 5, layer_norm.LONG_FORWARD, device)[0] == 1
-    assert layer_norm.tile_for(1001, layer_norm.FORWARD, 2) is None
-    assert layer_norm.tile_for(1001, layer_norm.BACKWARD, 2) is None
+    assert norm_rows.splits_of(1500, 2, layer_norm.LONG_FORWARD // 2, device)[0] > 1
+    assert norm_rows.splits_of(1001, 5, layer_norm.LONG_FORWARD, device)[0] == 1
+    assert norm_rows.tile_for(1001, layer_norm.FORWARD, 2) is None
+    assert norm_rows.tile_for(1001, layer_norm.BACKWARD, 2) is None
 
 
 def test_a_row_that_is_long_by_the_rules_of_a_gpu():
     x = torch.randn(2, 33001).half()
-    assert layer_norm.tile_for(33001, layer_norm.FORWARD, 2) is None
+    assert norm_rows.tile_for(33001, layer_norm.FORWARD, 2) is None
     y, stats = layer_norm_forward(x, 1, None, None, EPS, 0, x.dtype, True)
     assert_close(y, reference(x.double(), None, None, (33001,), 0), x.dtype)
     dx = layer_norm_backward(y, None, x, 1, None, stats, 0, False, False)[0]
@@ -225,7 +225,7 @@ def test_nan_and_infinities(kind):
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 def test_launch_rule(table, itemsize):
     for n in [*range(1, 300), 4095, 4096, 4097, 16384, 32768, 32769]:
-        tile = layer_norm.tile_for(n, getattr(layer_norm, table), itemsize)
+        tile = norm_rows.tile_for(n, getattr(layer_norm, table), itemsize)
         if tile is not None:
             assert tile.block & (tile.block - 1) == 0
             assert tile.block >= n

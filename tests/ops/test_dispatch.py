@@ -13,14 +13,14 @@ from functorch.compile import aot_function
 from torch import nn
 
 from fastlayers import ops, patch_model
-from fastlayers.ops import dispatch
+from fastlayers.ops import graph_ops, raw_ops
 from tests.harness import DRAWS, excess, greatest_error, needs_gpu
 
 FAMILIES = {
     family.name: family
     for module in pkgutil.iter_modules(ops.__path__)
     if isinstance(
-        family := getattr(importlib.import_module(f"fastlayers.ops.{module.name}"), "FAMILY", None), dispatch.Family
+        family := getattr(importlib.import_module(f"fastlayers.ops.{module.name}"), "FAMILY", None), raw_ops.Family
     )
 }
 RAW = [(name, op) for name, family in FAMILIES.items() for op in family.ops]
@@ -81,7 +81,7 @@ class CapturedError(Exception):
 @needs_csrc
 @pytest.mark.parametrize("csrc", [True, False])
 def test_a_graph_holds_raw_ops_of_both_directions(monkeypatch, csrc):
-    monkeypatch.setattr(dispatch, "graph_holds_csrc", lambda: csrc)
+    monkeypatch.setattr(graph_ops, "graph_holds_csrc", lambda: csrc)
     held = []
 
     def look(joint, *args, **options):
@@ -107,7 +107,7 @@ def test_inductor_is_shown_the_ops_that_graphs_hold(monkeypatch):
     shown = []
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     monkeypatch.setattr(lowering, "make_fallback", lambda op, layout_constraint: shown.append(op))
-    dispatch.show_to_inductor.__wrapped__()
+    graph_ops.show_to_inductor.__wrapped__()
     names = {op.name() for op in shown}
     assert "fastlayers::layer_norm_forward" in names
     assert "fastlayers::layer_norm" not in names

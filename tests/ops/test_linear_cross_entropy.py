@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fastlayers
 from fastlayers import backends, functional
 from fastlayers.ops import head
-from fastlayers.patching.libraries.transformers.loss_functions import DeferredLogits
+from fastlayers.patching.libraries.transformers.deferred_logits import DeferredLogits
 from fastlayers.patching.runtime.lazy import Head
 from tests.distributed.processes import run_in_processes
 from tests.harness import DEVICES, assert_close, excess, greatest_error, same_bits

@@ -9,7 +9,7 @@ from torch import nn
 
 import fastlayers
 from fastlayers import backends
-from fastlayers.ops.dispatch import Family
+from fastlayers.ops.raw_ops import Family
 from fastlayers.patching import ModuleRule, PatchError, register_rule
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 from tests.harness import needs_gpu

@@ -18,7 +18,7 @@ from fastlayers import functional
 from fastlayers.ops.reference import autocasts
 from fastlayers.patching.ir.fingerprints import fingerprint
 from fastlayers.patching.ir.known_functions import is_rotary
-from fastlayers.patching.runtime import calls
+from fastlayers.patching.runtime import norm_calls
 
 __all__ = [
     "LAYERS",
@@ -63,8 +63,8 @@ class RMSNorm(nn.Module):
         if found is not None:
             name, eps, casting, same = found
             weight = getattr(self, name)
-            if calls.computes_norm(hidden_states, weight, casting=casting, same=same):
-                return calls.handwritten_norm(hidden_states, weight, getattr(self, eps), casting)
+            if norm_calls.computes_norm(hidden_states, weight, casting=casting, same=same):
+                return norm_calls.handwritten_norm(hidden_states, weight, getattr(self, eps), casting)
         return type(self).forward(self, hidden_states)
 
 

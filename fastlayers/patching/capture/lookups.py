@@ -34,6 +34,7 @@ __all__ = [
     "called_by",
     "computes_as_known",
     "global_variable",
+    "inherited_from",
     "inside_function",
     "inside_layer",
     "member",
@@ -124,10 +125,20 @@ def same_method(origin: str, kind: type, name: str, bind: Bind) -> Iterator[str]
     yield f"{name!r} not in {origin}.__dict__"
 
 
+def above(parent: Any) -> tuple[type, ...]:
+    """The classes in which ``super()``, which is ``parent``, looks names up."""
+    order = parent.__self_class__.__mro__
+    return order[order.index(parent.__thisclass__) + 1 :]  # type: ignore[no-any-return]
+
+
+def inherited_from(parent: Any, name: str) -> type | None:
+    """The class in which ``super()`` finds a name."""
+    return next((cls for cls in above(parent) if name in vars(cls)), None)
+
+
 def same_inherited(parent: Any, name: str, bind: Bind) -> Iterator[str]:
     """The tests that ``super()``, which is ``parent``, finds the same method."""
-    order = parent.__self_class__.__mro__
-    for cls in order[order.index(parent.__thisclass__) + 1 :]:
+    for cls in above(parent):
         if name in vars(cls):
             yield same(member(cls, name, bind), getattr(cls, name), bind)
             return

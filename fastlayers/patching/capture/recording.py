@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import copy
 import enum
 import math
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
@@ -15,19 +19,6 @@ import torch
 from torch import fx
 
 from fastlayers.patching.reasons import Reason, Refusal
-
-__all__ = [
-    "Name",
-    "Recording",
-    "add_names",
-    "bind",
-    "binder",
-    "equality",
-    "exactly",
-    "has_literal",
-    "has_number",
-    "module_expression",
-]
 
 
 @dataclass
@@ -126,3 +117,62 @@ def has_literal(value: Any) -> bool:
     if type(value) is dict:
         return all(map(has_literal, (*value, *value.values())))
     return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
+
+
+@dataclass
+class Segment:
+    """Consecutive statements of a function that are recorded on their own.
+
+    Attributes:
+        function: the function.
+        statements: its statements after :class:`Instrument`, with locations.
+        reads: the variables that they read before they set them.
+        writes: the variables that they may set and that are read afterwards.
+        itself: the name of the module in the function; None for a function without a module.
+        absent: variables that are None.
+        tensors: variables that are tensors. Nothing is known of the others.
+        closed: functions that are not followed.
+    """
+
+    function: types.FunctionType
+    statements: list[ast.stmt]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    itself: str | None
+    absent: frozenset[str] = frozenset()
+    tensors: frozenset[str] = frozenset()
+    closed: frozenset[Any] = frozenset()
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the calls give for which a recording holds.
+
+    Attributes:
+        tensors: parameters with a default for which they give tensors.
+        others: parameters without a default that are no tensors, if the forward asks.
+        bare: whether they give nothing for ``*args`` and ``**kwargs``. Forwards that have these are refused otherwise.
+    """
+
+    tensors: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
+    bare: bool = False
+
+
+_numbers: ContextVar[set[str] | None] = ContextVar("_numbers", default=None)
+
+
+@contextmanager
+def noting_numbers() -> Iterator[set[str]]:
+    """Collect the names of the attributes of modules that traces read meanwhile, and that are numbers."""
+    read: set[str] = set()
+    token = _numbers.set(read)
+    try:
+        yield read
+    finally:
+        _numbers.reset(token)
+
+
+def note_number(name: str) -> None:
+    if (noted := _numbers.get()) is not None:
+        noted.add(name)

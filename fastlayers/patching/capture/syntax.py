@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import copy
 import functools
-import importlib.util
 import inspect
 import itertools
 import keyword
@@ -16,39 +14,28 @@ import os
 import re
 import sys
 import textwrap
-import traceback
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from torch import nn
 
-from fastlayers.patching.capture.lookups import PARTS, member, parts_of, same
-from fastlayers.patching.capture.recording import binder
 from fastlayers.patching.reasons import Reason, Refusal
 
 __all__ = [
-    "CALL_BACK",
     "INPLACE",
     "OPERATORS",
-    "TRUSTED",
+    "Concrete",
     "Instrument",
-    "Run",
-    "containers_in",
-    "contents",
+    "compiled_with_hooks",
     "functions_in",
-    "hook",
-    "is_ours",
     "lines_of",
     "local_names",
     "names_in",
     "optional_parameters",
-    "outside",
     "parse",
     "present_statement",
     "require_a_name",
-    "same_items",
     "shown_statement",
     "statement_at_fault",
     "strip_signature",
@@ -178,8 +165,6 @@ REFUSED_SYNTAX: dict[type[ast.AST], tuple[Reason, str]] = {
     ast.Match: (Reason.SYNTAX, "match"),
     ast.Delete: (Reason.SYNTAX, "del"),
 }
-
-
 #: The functions of augmented assignments, by the names that :mod:`ast` gives their operators.
 INPLACE: dict[str, Callable[[Any, Any], Any]] = {
     "Add": operator.iadd, "Sub": operator.isub, "Mult": operator.imul, "Div": operator.itruediv,
@@ -187,22 +172,12 @@ INPLACE: dict[str, Callable[[Any, Any], Any]] = {
     "BitAnd": operator.iand, "BitOr": operator.ior, "BitXor": operator.ixor, "LShift": operator.ilshift,
     "RShift": operator.irshift,
 }  # fmt: skip
-
-
 #: What the methods of the other operators are called, by the names that :mod:`ast` gives these.
 OPERATORS: dict[str, str] = {
     **{name: function.__name__.removeprefix("i") for name, function in INPLACE.items()},
     **{"Eq": "eq", "NotEq": "ne", "Lt": "lt", "LtE": "le", "Gt": "gt", "GtE": "ge"},
     **{"USub": "neg", "UAdd": "pos", "Invert": "invert"},
 }
-
-
-#: Packages whose functions are called as they are: what they do follows from their arguments and torch's global state.
-TRUSTED = frozenset({"torch", "fastlayers", "einops", "math", "_operator"})
-#: The folders of the code that patches and captures models.
-ROOMS = tuple(os.path.join(__file__.rpartition("patching")[0], room, "") for room in ("patching", "graphs"))
-#: Built-in functions that call their first argument.
-CALL_BACK = frozenset({map, filter, functools.reduce})
 
 
 def hook(name: str, *args: ast.expr) -> ast.Call:
@@ -413,247 +388,6 @@ def statement_at_fault() -> str:
     return shown_statement(present_statement())
 
 
-def unchanged(value: Any) -> Any:
-    return value
-
-
-_instrumented: WeakKeyDictionary[
-    types.FunctionType, dict[tuple[type[Instrument], types.CodeType], tuple[types.CodeType, str]]
-] = WeakKeyDictionary()
-
-
-def containers_in(value: Any) -> Iterator[Any]:
-    """The lists and dicts of a nested value."""
-    if isinstance(value, list | dict):
-        yield value
-    if isinstance(value, list | tuple | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from containers_in(item)
-
-
-def contents(container: Any) -> list[Any]:
-    """What a list or a dict holds, for a comparison by identity."""
-    return [*container, *container.values()] if isinstance(container, dict) else list(container)
-
-
-def same_items(first: list[Any], second: list[Any]) -> bool:
-    return len(first) == len(second) and all(map(operator.is_, first, second))
-
-
-def outside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call what a forward calls, or look up what it looks up: an error in here is one of the forward."""
-    return function(*args, **kwargs)
-
-
-def is_ours(error: Exception) -> bool:
-    """Whether code of ours raised an error in a run, which is no refusal, and not the forward and what it calls."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    ours = frame.f_code.co_filename.startswith(ROOMS) and frame.f_code is not outside.__code__
-    return ours and not isinstance(error, Refusal | NotImplementedError)  # torch.fx asks a tracer for the latter.
-
-
-R = TypeVar("R", bound="Run")
-
-
-class Run:
-    """One run of instrumented source, which calls the ``hook_`` methods. Subclasses define what each step means.
-
-    Args:
-        module: the module whose forward runs.
-        tests: gets the tests under which the run would be the same.
-        namespace: gets the objects that these name.
-        max_depth: functions that call functions are followed this deep.
-    """
-
-    #: How the source is instrumented.
-    instrument: type[Instrument] = Instrument
-
-    def __init__(self, module: nn.Module, tests: dict[str, None], namespace: dict[str, Any], max_depth: int) -> None:
-        self.root = module
-        self.tests = tests
-        self.bind = binder(namespace, reuse=True)
-        self.max_depth = max_depth
-        self.depth = 0
-        self.frames: list[tuple[types.FunctionType, Any]] = []
-        #: The lambdas and nested functions of the source, which are instrumented with it and are called as they are.
-        self.lambdas: list[Callable[..., Any]] = []
-        #: Objects that the source has made, such as ``nn.ReLU()``.
-        self.made: list[Any] = []
-        #: What was read and could be changed: how to call it, the value, and the copy that the source got.
-        self.lent: list[tuple[str, Any, Any]] = []
-        hooks = [name for name in dir(self) if name.startswith("hook_")]
-        self.scope: dict[str, Any] = {f"__trace_{name.removeprefix('hook_')}": getattr(self, name) for name in hooks}
-
-    def __enter__(self: R) -> R:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Let go of everything. The run and its hooks refer to each other: its modules and tensors would live on."""
-        vars(self).clear()
-
-    def is_made(self, value: Any) -> bool:
-        return any(value is made for made in self.made)
-
-    def test(self, *tests: str) -> None:
-        self.tests.update(dict.fromkeys(tests))
-
-    def default(self, value: Any, what: str) -> Any:
-        """What a function gets for a default."""
-        raise NotImplementedError
-
-    def global_variable(self, function: types.FunctionType, name: str) -> Any:
-        raise NotImplementedError
-
-    def closure_variable(self, cell: types.CellType, name: str) -> Any:
-        raise NotImplementedError
-
-    def parsed(self, function: types.FunctionType) -> ast.FunctionDef:
-        return parse(function)
-
-    def code(self, function: types.FunctionType) -> tuple[types.CodeType, str]:
-        """The instrumented code of a function, and its name there."""
-        known = _instrumented.setdefault(function, {})
-        key = self.instrument, function.__code__
-        if key not in known:
-            known[key] = compiled_with_hooks(self.parsed(function), self.instrument, function.__code__)
-        return known[key]
-
-    def follow(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the instrumented source of a Python function."""
-        if self.depth >= self.max_depth:
-            raise Refusal(Reason.UNKNOWN_CALL, f"{function.__qualname__}: calls are nested too deeply")
-        for part, held in zip(PARTS, parts_of(function), strict=True):
-            if held is not None:
-                self.test(same(f"{self.named(function)}.{part}", held, self.bind))
-        bound = inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
-        given = set(bound.arguments)
-        bound.apply_defaults()
-        for name, value in bound.arguments.items():
-            if name not in given:
-                bound.arguments[name] = self.default(value, f"the default {name} of {function.__qualname__}")
-        code, name = self.code(function)
-        scope = dict(self.scope)
-        exec(code, scope)
-        self.depth += 1
-        self.frames.append((function, args[0] if args else None))
-        try:
-            return scope[name](*bound.args, **bound.kwargs)
-        finally:
-            self.frames.pop()
-            self.depth -= 1
-
-    def read(self, expression: str, value: Any) -> Any:
-        """Write a read down, and return what the source gets."""
-        raise NotImplementedError
-
-    def class_attribute(self, owner: type, name: str) -> Any:
-        value = outside(getattr, owner, name)
-        if getattr(value, "__self__", None) is owner:  # A function is made a method each time.
-            self.test(f"{member(owner, name, self.bind)} == {self.bind(value, name)}")
-            return value
-        if isinstance(value, types.FunctionType) or owner.__module__.split(".")[0] not in ("builtins", *TRUSTED):
-            return self.read(member(owner, name, self.bind), value)
-        return value
-
-    def function_attribute(self, function: types.FunctionType, name: str) -> Any:
-        if name not in function.__dict__:
-            return outside(getattr, function, name)
-        return self.read(f"{self.named(function)}.{name}", function.__dict__[name])
-
-    def named(self, function: types.FunctionType) -> str:
-        return self.bind(function, re.sub(r"\W+", "_", function.__qualname__))
-
-    def read_property(self, static: property, origin: str, owner: Any, name: str) -> Any:
-        self.test(same(f"type({origin}).{name}", static, self.bind))
-        return self.follow(static.fget, (owner,), {})  # type: ignore[arg-type]
-
-    def check_lent(self) -> None:
-        for what, before, lent in self.lent:
-            if before != lent:
-                raise Refusal(Reason.CHANGES_STATE, f"changes {what}")
-
-    def check_result(self, result: Any) -> None:
-        """A list that was read or given would be another one in each call."""
-        if any(value is lent for value in containers_in(result) for _, _, lent in self.lent):
-            raise Refusal(Reason.READS_STATE, "it returns a list or a dict that it has not made")
-
-    def hook_name(self, name: str) -> Any:
-        function, _ = self.frames[-1]
-        if name in function.__code__.co_freevars:
-            cells = function.__closure__ or ()
-            return self.closure_variable(cells[function.__code__.co_freevars.index(name)], name)
-        if name in function.__globals__:
-            return self.global_variable(function, name)
-        if hasattr(builtins, name):
-            self.test(f"{name!r} not in {self.bind(function.__globals__, 'globals')}")
-            return getattr(builtins, name)
-        raise Refusal(Reason.TRACE_FAILED, f"the name {name} is not defined")
-
-    def hook_module(self, name: str) -> types.ModuleType:
-        """A module that the source imports, which must have been imported before."""
-        scope = self.frames[-1][0].__globals__
-        module = sys.modules.get(importlib.util.resolve_name(name, scope.get("__package__")))
-        if module is None:
-            raise Refusal(Reason.SYNTAX, f"imports {name}, which is not loaded")
-        return module
-
-    def hook_lambda(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A lambda or a nested function. Whoever calls it, its globals are those of the function that it is in."""
-        frame = self.frames[-1]
-
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            self.frames.append(frame)
-            try:
-                return outside(function, *args, **kwargs)
-            finally:
-                self.frames.pop()
-
-        self.lambdas.append(inside)
-        return inside
-
-    def hook_call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call. Subclasses say what other calls do."""
-        if function is functools.partial:
-            return functools.partial(self.hook_call, *args, **kwargs)
-        if function is functools.wraps:  # what it adds to a function changes no call
-            return functools.partial(self.hook_call, unchanged)
-        if function is unchanged:
-            return args[0]
-        partial = type(function) is functools.partial and function.func == self.hook_call
-        if partial or any(function is known for known in self.lambdas):
-            return outside(function, *args, **kwargs)
-        return self.call(function, *args, **kwargs)
-
-    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    def called_back(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a built-in function. A function that it calls is followed as if the source called it."""
-
-        def instead(place: int | str, value: Any) -> Any:
-            is_called = place == "key" or (place == 0 and function in CALL_BACK)
-            if is_called and isinstance(value, types.FunctionType | types.MethodType | nn.Module):
-                return functools.partial(self.hook_call, value)
-            if isinstance(value, types.FunctionType | types.MethodType):
-                raise Refusal(Reason.UNKNOWN_CALL, f"{function.__name__} with a function")
-            return value
-
-        return tuple(map(instead, itertools.count(), args)), {key: instead(key, value) for key, value in kwargs.items()}
-
-    def hook_parent(self) -> Any:
-        """What ``super()`` gives in a method."""
-        function, owner = self.frames[-1]
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        if "__class__" not in cells:
-            raise Refusal(Reason.SYNTAX, "super() outside of a method")
-        return super(cells["__class__"].cell_contents, owner)
-
-    def hook_inplace(self, op: str, target: Any, value: Any) -> Any:
-        return outside(INPLACE[op], target, value)
-
-
 def local_names(tree: ast.AST) -> set[str]:
     """The variables of a function, its parameters, nested functions and imports among them."""
     found = names_in(tree, ast.Store, ast.Del)
@@ -684,3 +418,62 @@ def optional_parameters(forward: types.FunctionType) -> list[str]:
     """Parameters that default to None and are compared with None, so that a tensor needs a recording of its own."""
     defaults = {p.name for p in inspect.signature(forward).parameters.values() if p.default is None}
     return [name for name in tested_by_identity(parse(forward)) if name in defaults]
+
+
+class Concrete(Instrument):
+    """The instrumentation for a run on fake tensors: what only a proxy cannot do is allowed, and so is everything in a
+    branch that is not taken."""
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.While | ast.With):
+            return ast.NodeTransformer.visit(self, node)
+        if isinstance(node, ast.Try) and not node.finalbody:  # An error ends the run: what a handler does is not seen.
+            body = ast.Module([*node.body, *node.orelse], [])
+            ast.NodeTransformer.generic_visit(self, body)
+            return body.body
+        try:
+            return super().visit(node)
+        except Refusal as refusal:
+            if not isinstance(node, ast.stmt):
+                raise
+            return ast.Expr(hook("refuse", ast.Constant(refusal.reason.name), ast.Constant(refusal.detail)))
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        node.left, node.right = (hook("operand", part, operator_of(node)) for part in (node.left, node.right))
+        return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        super().visit_UnaryOp(node)
+        if not isinstance(node.op, ast.Not):
+            node.operand = hook("operand", node.operand, operator_of(node))
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        found = super().visit_Compare(node)
+        if found is node:
+            node.left = hook("operand", node.left, operator_of(node))
+            node.comparators = [hook("operand", part, operator_of(node)) for part in node.comparators]
+        return found
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        if isinstance(node.ctx, ast.Load):
+            return super().visit_Subscript(node)
+        node.value, node.slice = hook("local", self.visit(node.value)), self.visit(node.slice)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        if isinstance(node.ctx, ast.Load):
+            return super().visit_Attribute(node)
+        node.value = hook("made", self.visit(node.value))
+        return node
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
+        if isinstance(node.target, ast.Name):
+            return super().visit_AugAssign(node)
+        node.target, node.value = self.visit(node.target), self.visit(node.value)
+        return node
+
+
+def operator_of(node: ast.BinOp | ast.UnaryOp | ast.Compare) -> ast.expr:
+    return ast.Constant(type(node.ops[0] if isinstance(node, ast.Compare) else node.op).__name__)

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import dataclasses
-import enum
 import functools
 import inspect
 import itertools
@@ -26,14 +24,11 @@ import operator
 import sys
 import types
 from collections.abc import Iterator, MappingView
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.proxy import Attribute, GraphAppendingTracer, Proxy, TraceError
+from torch.fx.proxy import Proxy, TraceError
 
 from fastlayers.patching.capture.lookups import (
     FUNCTIONS,
@@ -43,169 +38,37 @@ from fastlayers.patching.capture.lookups import (
     package,
     same,
     same_call,
-    same_inherited,
-    same_method,
 )
-from fastlayers.patching.capture.recording import Recording, equality, module_expression
-from fastlayers.patching.capture.syntax import (
+from fastlayers.patching.capture.proxies import IS_TENSOR, Mapped, Opaque, Recorder
+from fastlayers.patching.capture.recording import Given, Recording, Segment, equality, module_expression, note_number
+from fastlayers.patching.capture.run import Run, errors_as_refusals, outside
+from fastlayers.patching.capture.syntax import INPLACE, statement_at_fault
+from fastlayers.patching.capture.values import (
     CALL_BACK,
-    INPLACE,
-    Run,
+    CONTAINERS,
+    MEMBERS,
+    PURE_BUILTINS,
+    STRUCTURAL,
+    builtin_module,
     containers_in,
-    is_ours,
-    outside,
-    present_statement,
-    require_a_name,
-    statement_at_fault,
+    from_torch,
+    is_primitive,
+    is_stateless_layer,
 )
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import python
 from fastlayers.patching.runtime.checks import original_class
 
-#: The files of torch.nn.modules whose layers have no parameters, but for PReLU and MultiheadAttention.
-STATELESS = frozenset({"activation", "dropout", "flatten", "padding", "pixelshuffle", "pooling", "upsampling"})
-#: What ends a string in source, or its line, or changes what follows.
-QUOTING = "\"'\\\n\r{}\0"
-
 __all__ = [
-    "CONTAINERS",
-    "MEMBERS",
-    "PRIMITIVES",
-    "PURE_BUILTINS",
-    "STATEMENT",
-    "STRUCTURAL",
-    "Given",
-    "Segment",
-    "is_stateless_layer",
-    "noting_numbers",
     "record",
     "record_child",
     "record_segment",
 ]
 
+#: What ends a string in source, or its line, or changes what follows.
+QUOTING = "\"'\\\n\r{}\0"
 #: The prefix of the names of a child's parameters while it is recorded.
 ARGUMENT = "__argument_"
-
-#: Types whose values a guard can compare with what they were while tracing.
-PRIMITIVES = (
-    bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout, enum.Enum,
-)  # fmt: skip
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
-
-#: Methods that list a module's children.
-MEMBERS = frozenset(
-    {nn.Module.children, nn.Module.named_children, nn.ModuleDict.keys, nn.ModuleDict.values, nn.ModuleDict.items}
-)
-
-#: Built-ins without side effects. Python runs them while tracing; they are recorded if an argument is a traced value.
-PURE_BUILTINS = frozenset(
-    {abs, all, any, divmod, len, max, min, pow, round, sorted, sum, math.prod, float, int, bool, str, complex}
-)
-#: Built-ins that only arrange their arguments. Python runs them even on traced values.
-STRUCTURAL = frozenset(
-    {list, tuple, dict, set, zip, enumerate, reversed, range, slice, iter, next, map, filter, functools.reduce}
-)
-
-
-_numbers: ContextVar[set[str] | None] = ContextVar("_numbers", default=None)
-
-
-@contextmanager
-def noting_numbers() -> Iterator[set[str]]:
-    """Collect the names of the attributes of modules that traces read meanwhile, and that are numbers."""
-    read: set[str] = set()
-    token = _numbers.set(read)
-    try:
-        yield read
-    finally:
-        _numbers.reset(token)
-
-
-class Opaque:
-    """An object that a forward reads from its module. Only its attributes can be used."""
-
-    __slots__ = ("origin", "value")
-
-    def __init__(self, value: object, origin: str) -> None:
-        self.value = value
-        self.origin = origin
-
-    def _refuse(self, *args: object) -> Any:
-        raise Refusal(Reason.READS_STATE, f"{self.origin} is a {type(self.value).__name__}")
-
-    __eq__ = __hash__ = __bool__ = __iter__ = __len__ = __getitem__ = __contains__ = __str__ = __format__ = (
-        __index__
-    ) = _refuse
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """``map(function, *args)`` of traced values, whose length is known when the result is unpacked."""
-
-    function: Any
-    args: tuple[Any, ...]
-
-
-#: Marks an argument of which a guard says that it is a tensor.
-IS_TENSOR = "fastlayers_is_tensor"
-#: Marks a node with the statement that it is of, as :func:`shown_statement` takes it.
-STATEMENT = "fastlayers_statement"
-
-
-class StrictProxy(Proxy):
-    """A traced value that refuses operations for which Python would silently use the proxy object itself.
-
-    ``{3: "a"}.get(x.shape[0])`` would find nothing, and ``"%s" % x`` would format the proxy, both without an error.
-    """
-
-    def __getattr__(self, name: str) -> StrictAttribute:
-        if IS_TENSOR in self.node.meta and not hasattr(Tensor, name):
-            raise Refusal(Reason.TYPE_TEST, f"{self.node} has no {name} if it is a tensor")
-        return StrictAttribute(self, name)
-
-    def _refuse(self, *args: object) -> Any:
-        raise Refusal(Reason.DATA_DEPENDENT, f"needs a computed value{statement_at_fault()}")
-
-    __hash__ = __str__ = __format__ = __iter__ = __index__ = __contains__ = _refuse
-
-
-class StrictAttribute(StrictProxy, Attribute):
-    """An attribute of a traced value, which may turn out to be a method."""
-
-    def __init__(self, root: Proxy, name: str) -> None:
-        Attribute.__init__(self, root, name)
-
-
-class Recorder(GraphAppendingTracer):
-    """Takes values into the graph like torch.fx, except for dataclasses, which torch.fx would take apart."""
-
-    def proxy(self, node: fx.Node) -> Proxy:
-        node.meta[STATEMENT] = present_statement()
-        return StrictProxy(node, self)
-
-    def create_arg(self, a: Any) -> Any:
-        if dataclasses.is_dataclass(a) and not isinstance(a, type):
-            raise NotImplementedError(f"argument of type: {type(a)}")
-        if isinstance(a, float) and type(a) is not float:  # numpy's, whose repr names numpy
-            a = float(a)
-        return super().create_arg(a)
-
-
-def is_stateless_layer(cls: Any) -> bool:
-    """Whether a class is a layer of torch without parameters, such as ``nn.ReLU`` or ``nn.ZeroPad2d``, which a forward
-    may make each time."""
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__.startswith("torch.nn.modules.")):
-        return False
-    stateless = cls is nn.Identity or cls.__module__.rpartition(".")[2] in STATELESS
-    return stateless and cls not in (nn.PReLU, nn.MultiheadAttention)
-
-
-def is_primitive(value: object) -> bool:
-    if isinstance(value, tuple | list):
-        return all(is_primitive(item) for item in value)
-    if isinstance(value, dict):
-        return all(is_primitive(item) for pair in value.items() for item in pair)
-    return value is None or isinstance(value, PRIMITIVES)
 
 
 class Trace(Run):
@@ -284,31 +147,18 @@ class Trace(Run):
         origin = global_variable(function.__globals__, name, self.bind)
         return self.constant(function.__globals__[name], origin, f"the global {name}")
 
-    def hook_attribute(self, owner: Any, name: str) -> Any:
-        require_a_name(owner, name)
-        if isinstance(owner, Proxy):
-            return outside(getattr, owner, name)
-        if isinstance(owner, nn.Module):
-            return outside(getattr, owner, name) if self.is_made(owner) else self.module_attribute(owner, name)
-        if isinstance(owner, super):
-            inherited = outside(getattr, owner, name)
-            if not isinstance(inherited, types.MethodType):
-                raise Refusal(Reason.READS_STATE, f"super().{name}")
-            self.test(*same_inherited(owner, name, self.bind))
-            return inherited
-        if isinstance(owner, types.ModuleType):
-            value = outside(getattr, owner, name)
-            fixed = isinstance(value, types.ModuleType | type) and package(owner) in ("torch", "math")
-            fixed |= owner in (torch, math) and is_primitive(value)  # Those of torch.backends are switches.
-            return self.constant(value, None if fixed else member(owner, name, self.bind), f"{owner.__name__}.{name}")
-        if isinstance(owner, type):
-            return self.class_attribute(owner, name)
-        if isinstance(owner, types.FunctionType):
-            return self.function_attribute(owner, name)
-        if is_primitive(owner) or isinstance(owner, list | tuple | dict | set | torch.finfo | torch.iinfo):
-            return outside(getattr, owner, name)
+    def module_member(self, owner: types.ModuleType, name: str) -> Any:
+        value = outside(getattr, owner, name)
+        fixed = isinstance(value, types.ModuleType | type) and package(owner) in ("torch", "math")
+        fixed |= owner in (torch, math) and is_primitive(value)  # Those of torch.backends are switches.
+        return self.constant(value, None if fixed else member(owner, name, self.bind), f"{owner.__name__}.{name}")
+
+    def value_attribute(self, owner: Any, name: str) -> Any:
         if isinstance(owner, Opaque):
             return self.object_attribute(owner, name)
+        collections = Proxy | list | tuple | dict | set | torch.finfo | torch.iinfo
+        if isinstance(owner, collections) or is_primitive(owner):
+            return outside(getattr, owner, name)
         raise Refusal(Reason.READS_STATE, f"{type(owner).__name__}.{name}")
 
     def object_attribute(self, owner: Opaque, name: str) -> Any:
@@ -324,43 +174,34 @@ class Trace(Run):
         return self.constant(value, what, what)
 
     def module_attribute(self, module: nn.Module, name: str) -> Any:
-        origin = self.module_origin(module)
-        what = f"{origin}.{name}"
-        if name == "training" and module is self.subject:
-            read = self.training is None
-            return self.record("get_attr", self.tensor_path(module, name), (), {}) if read else self.training
-        static = inspect.getattr_static(type(module), name, None)
-        if isinstance(static, property) and static.fget is not None:
-            return self.read_property(static, origin, module, name)
-        state = module.__dict__
-        if name in state:
-            if isinstance(state[name], Tensor):
-                return self.record("get_attr", self.tensor_path(module, name), (), {})
-            if type(state[name]) in (int, float) and (noted := _numbers.get()) is not None:
-                noted.add(name)
-            return self.constant(state[name], f"{origin}.{name}", what)
-        for registry in ("_parameters", "_buffers"):
-            if name in state[registry]:
-                if state[registry][name] is None:
-                    self.test(f"{origin}.{name} is None")
-                    return None
-                return self.record("get_attr", self.tensor_path(module, name), (), {})
-        if name in state["_modules"]:
-            child = state["_modules"][name]
-            if child is None:
+        if name != "training" or module is not self.subject:
+            return super().module_attribute(module, name)
+        return self.tensor(module, name) if self.training is None else self.training
+
+    def held(self, module: nn.Module, origin: str, name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.tensor(module, name)
+        if type(value) in (int, float):
+            note_number(name)
+        return super().held(module, origin, name, value)
+
+    def registered(self, module: nn.Module, origin: str, registry: str, name: str) -> Any:
+        value = vars(module)[registry][name]
+        if registry == "_modules":
+            if value is None:
                 self.test(f"{origin}._modules[{name!r}] is None")
             self.test(*not_shadowed(origin, original_class(module), name, self.bind))
-            return child
-        if isinstance(static, types.FunctionType | staticmethod | classmethod):
-            self.test(*same_method(origin, type(module), name, self.bind))
-            return getattr(module, name)
-        if is_primitive(static) and static is not None:
-            return self.constant(static, f"{origin}.{name}", what)
-        raise Refusal(Reason.READS_STATE, what)
+            return value
+        if value is None:
+            self.test(f"{origin}.{name} is None")
+            return None
+        return self.tensor(module, name)
 
-    def tensor_path(self, module: nn.Module, name: str) -> str:
+    def tensor(self, module: nn.Module, name: str) -> Proxy:
+        """A tensor, or the training flag, which is read on every call."""
+        self.module_origin(module)
         path = self.paths[id(module)]
-        return f"{path}.{name}" if path else name
+        return self.record("get_attr", f"{path}.{name}" if path else name, (), {})
 
     def hook_container(self, value: Any) -> Any:
         """A value that is iterated or indexed. A container of modules must keep its length."""
@@ -459,30 +300,19 @@ class Trace(Run):
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(function, Proxy):
             return outside(function, *args, **kwargs)
-        if self.is_made(function):
-            self.test(*same_call(type(function), self.bind))
-            return self.follow(type(function).forward, (function, *args), kwargs)
-        if isinstance(function, nn.Module):
-            if function is self.root or isinstance(function, torch.jit.ScriptModule):
-                raise Refusal(Reason.UNKNOWN_CALL, type(function).__name__)
-            self.module_origin(function)
-            return self.record("call_module", self.paths[id(function)], args, kwargs)
-        if isinstance(function, types.MethodType):
-            return self.method(function, args, kwargs)
-        if isinstance(function, types.FunctionType):
-            return self.function(function, args, kwargs)
         if isinstance(function, Opaque) and type(function.value) is functools.partial:
+            self.test(f"type({function.origin}) is {self.bind(functools.partial, 'partial')}")
             return self.partial(function.value, function.origin, args, kwargs)
-        return self.builtin(function, args, kwargs)
+        return super().call(function, *args, **kwargs)
 
-    def partial(self, value: functools.partial[Any], origin: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a functools.partial that the module has, such as the tanh-approximated GELU of transformers."""
-        self.test(f"type({origin}) is {self.bind(functools.partial, 'partial')}")
-        function, given, options = (
-            self.constant(getattr(value, name), f"{origin}.{name}", f"{origin}.{name}")
-            for name in ("func", "args", "keywords")
-        )
-        return self.hook_call(function, *given, *args, **{**options, **kwargs})
+    def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_made(module):
+            self.test(*same_call(type(module), self.bind))
+            return self.follow(type(module).forward, (module, *args), kwargs)  # type: ignore[arg-type]
+        if module is self.root or isinstance(module, torch.jit.ScriptModule):
+            raise Refusal(Reason.UNKNOWN_CALL, type(module).__name__)
+        self.module_origin(module)
+        return self.record("call_module", self.paths[id(module)], args, kwargs)
 
     def method(self, function: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner = function.__self__
@@ -496,8 +326,6 @@ class Trace(Run):
         return self.follow(function.__func__, (owner, *args), kwargs)
 
     def function(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function is torch.jit.is_scripting:  # A patched model runs as Python.
-            return False
         if from_torch(function):
             return self.record("call_function", function, args, kwargs)
         if function in self.closed:
@@ -695,31 +523,6 @@ class Trace(Run):
         return written
 
 
-@dataclass
-class Segment:
-    """Consecutive statements of a function that are recorded on their own.
-
-    Attributes:
-        function: the function.
-        statements: its statements after :class:`Instrument`, with locations.
-        reads: the variables that they read before they set them.
-        writes: the variables that they may set and that are read afterwards.
-        itself: the name of the module in the function; None for a function without a module.
-        absent: variables that are None.
-        tensors: variables that are tensors. Nothing is known of the others.
-        closed: functions that are not followed.
-    """
-
-    function: types.FunctionType
-    statements: list[ast.stmt]
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    itself: str | None
-    absent: frozenset[str] = frozenset()
-    tensors: frozenset[str] = frozenset()
-    closed: frozenset[Any] = frozenset()
-
-
 def record_segment(module: nn.Module, segment: Segment) -> tuple[Recording, tuple[str, ...]] | int:
     """Trace some statements of a function: the recording, and the variables that it returns.
 
@@ -728,25 +531,11 @@ def record_segment(module: nn.Module, segment: Segment) -> tuple[Recording, tupl
     with Trace(module, None) as trace:
         trace.closed = segment.closed
         try:
-            written = trace.run_segment(segment)
-        except Exception as error:  # A refusal, or an error of the code itself, since proxies are not tensors.
-            if is_ours(error):
-                raise
+            with errors_as_refusals():
+                written = trace.run_segment(segment)
+        except Refusal:
             return trace.statement
         return trace.recording, written
-
-
-def from_torch(function: types.FunctionType) -> bool:
-    return (function.__module__ or "").split(".")[0] == "torch"
-
-
-def builtin_module(function: Any) -> str:
-    """The package of a C function. Functions of torch have no ``__module__``, or that of a namespace class."""
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, types.ModuleType):
-        return owner.__name__.split(".")[0]
-    name = getattr(function, "__module__", None) or getattr(owner, "__module__", None) or ""
-    return "torch" if getattr(torch, function.__name__, None) is function else name.split(".")[0]
 
 
 def record_child(
@@ -764,27 +553,10 @@ def record_child(
     if not isinstance(forward, types.FunctionType) or from_torch(forward) or "forward" in child.__dict__:
         return None
     try:
-        with Trace(module, training) as trace:
+        with errors_as_refusals(), Trace(module, training) as trace:
             return trace.run_child(child, arguments)
-    except Exception as error:  # A refusal, or an error of the code itself: the child stays a leaf.
-        if is_ours(error):
-            raise
+    except Refusal:  # The child stays a leaf.
         return None
-
-
-@dataclass(frozen=True)
-class Given:
-    """What the calls give for which a recording holds.
-
-    Attributes:
-        tensors: parameters with a default for which they give tensors.
-        others: parameters without a default that are no tensors, if the forward asks.
-        bare: whether they give nothing for ``*args`` and ``**kwargs``. Forwards that have these are refused otherwise.
-    """
-
-    tensors: frozenset[str] = frozenset()
-    others: frozenset[str] = frozenset()
-    bare: bool = False
 
 
 def record(module: nn.Module, forward: Any, given: Given, training: bool | None) -> Recording:
@@ -802,14 +574,5 @@ def record(module: nn.Module, forward: Any, given: Given, training: bool | None)
     """
     if not isinstance(forward, types.FunctionType):
         raise Refusal(Reason.DECORATED, f"{type(module).__name__}.forward is a {type(forward).__name__}")
-    try:
-        with Trace(module, training) as trace:
-            return trace.run(forward, given)
-    except TraceError as error:
-        raise Refusal(Reason.DATA_DEPENDENT, str(error).splitlines()[0]) from None
-    except Refusal:
-        raise
-    except Exception as error:  # An error of the forward itself: it does with proxies what only tensors can do.
-        if is_ours(error):
-            raise
-        raise Refusal(Reason.TRACE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
+    with errors_as_refusals(), Trace(module, training) as trace:
+        return trace.run(forward, given)

@@ -15,16 +15,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fastlayers.patching.fusion.fusable import is_dense, spelled
-from fastlayers.patching.fusion.specialised import factor_of
+from fastlayers.patching.fusion.fusable import factor_of, is_dense
+from fastlayers.patching.fusion.matcher import Edit, Match, Op, Patterns, Row, new, step
 from fastlayers.patching.program.executors import KEYS, excluding
+from fastlayers.patching.program.operators import called
 from fastlayers.patching.program.program import (
     Operation,
     Program,
     Value,
-    keeping,
     operands_like,
-    renamed,
     storage,
     with_names,
     with_tensors,
@@ -32,68 +31,52 @@ from fastlayers.patching.program.program import (
 
 __all__ = ["with_given_layouts", "with_scales"]
 
-ATTENTIONS = frozenset(
-    f"_scaled_dot_product_{kind}" for kind in
-    ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-)  # fmt: skip
+ATTENTIONS = [
+    f"_scaled_dot_product_{kind}"
+    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+]
 CLONE = torch.ops.aten.clone.default
 #: Elements of a 16-byte access of 16 bits: torch's attention has slower kernels for strides of other multiples.
 ALIGNED = 8
 
 
-def with_given_layouts(program: Program) -> Program:
-    """The program without the copies. ``values`` gains the results in other layouts, without memory."""
-    for operation in program.forward:
-        if spelled(operation) in ATTENTIONS:
-            program = without_copies(program, operation) or program
-    return program
-
-
-def without_copies(program: Program, attention: Operation) -> Program | None:
-    """The program with one attention on what its operands are copies of; None if there are none, or more would change
-    than layouts."""
-    values, sources = program.values, sources_of(program, attention)
-    if not sources:
-        return None
-    changed: dict[str, str] = {}  # Results in another layout.
-    parts: list[list[Operation]] = []
-    for part in (program.forward, program.backward):
-        made: list[Operation] = []
-        for operation in part:
-            is_backward = spelled(operation) == f"{spelled(attention)}_backward"
-            if operation is not attention and not (is_backward and attention.makes[0] in operation.uses):
-                made.append(operation)
+def without_copies(match: Match) -> Edit | None:
+    """One attention, and its backward, on what its operands are copies of; None if there are none, or more would
+    change than layouts. Its results and gradients have other layouts then, and are copied where they are used."""
+    program, sources = match.program, sources_of(match)
+    names: dict[str, str] = {}  # Results in another layout.
+    steps: list[tuple[Operation, Sequence[Operation]]] = []
+    for operation in (match.root, *backwards_of(match)) if sources else ():
+        if not is_as_recorded(operation, program):
+            return None
+        moved = with_names(operation, sources | names)
+        copies, makes = [], list(operation.makes)
+        for i, (name, t) in enumerate(zip(operation.makes, results_of(moved, program), strict=True)):
+            like = program.values.get(name)
+            if not name or like is None or t.stride() == like.stride():
                 continue
-            if not is_as_recorded(operation, program):
+            if not like.is_contiguous():
                 return None
-            moved = with_names(operation, sources | changed)
-            results = results_of(moved, program)
-            makes, copies = [], []
-            for name, t in zip(operation.makes, results, strict=True):
-                like = values.get(name)
-                if not name or like is None or t.stride() == like.stride():
-                    makes.append(name)
-                    continue
-                if not like.is_contiguous():
-                    return None
-                changed[name] = f"{name}_moved"
-                values[changed[name]] = t
-                options = {"memory_format": torch.contiguous_format}
-                copies.append(Operation(CLONE, (Value(changed[name]),), options, (name,), single=True, effect=False))
-                makes.append(changed[name])
-            made += [replace(moved, makes=tuple(makes)), *copies]
-        parts.append(made)
-    return program.settled(*parts)
+            names[name] = makes[i] = new(program, t)
+            copies.append(step(CLONE, Value(makes[i]), makes=name, memory_format=torch.contiguous_format))
+        steps.append((operation, [replace(moved, makes=tuple(makes)), *copies]))
+    return Edit(steps) if steps else None
 
 
-def sources_of(program: Program, attention: Operation) -> dict[str, str]:
+def backwards_of(match: Match) -> list[Operation]:
+    """The backwards of an attention."""
+    name = f"{called(match.root)}_backward"
+    return [o for o in match.program.operations if called(o) == name and match.out in o.uses]
+
+
+def sources_of(match: Match) -> dict[str, str]:
     """What the operands of an attention are copies of, which nobody else can write to."""
-    values = program.values
+    program, values = match.program, match.program.values
     others = {storage(values[name]) for name in (*program.inputs, *program.results)} | program.writers.keys()
     found: dict[str, str] = {}
-    for name in attention.operands[:3]:
+    for name in match.root.operands[:3]:
         copy = program.makers.get(name)
-        if copy is None or spelled(copy) != "clone":
+        if copy is None or called(copy) != "clone":
             continue
         (source,) = copy.operands
         t = values[source]
@@ -124,45 +107,33 @@ def is_as_recorded(operation: Operation, program: Program) -> bool:
 # -- scales ------------------------------------------------------------------------------------------------------------
 
 
-def with_scales(program: Program) -> Program:
-    """The program, where attention has the factors of its queries and keys."""
-    for attention in program.forward:
-        for place in (0, 1) if spelled(attention) in ATTENTIONS else ():
-            program = with_scale(program, attention.makes[0], place) or program
-    return program
+def scaled(match: Match) -> Edit | None:
+    """An attention that multiplies its queries or keys itself; None if these are no products, or if those or their
+    gradients are used elsewhere."""
+    for place, name in enumerate(match.root.operands[:2]):
+        product = match.program.makers.get(match.program.base(name))
+        factor = None if product is None else factor_alike(product, match.program.values)
+        edit = None if product is None or factor is None else without_product(match, place, product, factor)
+        if edit is not None:
+            return edit
+    return None
 
 
-def with_scale(program: Program, result: str, place: int) -> Program | None:
-    """The program with the attention of this result, which multiplies an operand itself; None if the operand is no
-    product, or if that or its gradient is used elsewhere."""
-    operations, values = program.operations, program.values
-    attention = program.makers[result]
-    backward = [o for o in operations if spelled(o) == f"{spelled(attention)}_backward" and result in o.uses]
-    product = program.makers.get(program.base(attention.operands[place]))
-    factor = None if product is None else factor_alike(product, values)
-    if product is None or factor is None or len(backward) > 1:
-        return None
+def without_product(match: Match, place: int, product: Operation, factor: float) -> Edit | None:
+    attention, backward, values = match.root, backwards_of(match), match.program.values
     dropped = [product]
-    outside = replace(program, kept=()).needed
-    if readers_of(operations, product.makes[0], outside) != [attention, *backward]:
+    if len(backward) > 1 or readers_of(match.program, product.makes[0]) != [attention, *backward]:
         return None
     for operation in backward:
-        readers = readers_of(operations, operation.makes[place], outside)
+        readers = readers_of(match.program, operation.makes[place])
         if readers is None or len(readers) != 1 or factor_alike(readers[0], values) != factor:
             return None
         dropped += readers
-    same = {operation.makes[0]: operation.args[0].name for operation in dropped}
     old = attention.kwargs.get("scale")
     scale = factor * (values[attention.operands[place]].shape[-1] ** -0.5 if old is None else old)
-
-    def changed(part: Sequence[Operation]) -> list[Operation]:
-        return [
-            replace(o, kwargs=o.kwargs | {"scale": scale}) if o is attention or o in backward else o
-            for o in part if all(o is not other for other in dropped)
-        ]  # fmt: skip
-
-    program = replace(program, forward=changed(program.forward), backward=changed(program.backward))
-    return keeping(renamed(program, same))
+    changed = [(o, [replace(o, kwargs=o.kwargs | {"scale": scale})]) for o in (attention, *backward)]
+    names = {operation.makes[0]: operation.args[0].name for operation in dropped}
+    return Edit([*changed, *((operation, ()) for operation in dropped)], names)
 
 
 def factor_alike(operation: Operation, values: Mapping[str, Tensor]) -> float | None:
@@ -175,15 +146,19 @@ def factor_alike(operation: Operation, values: Mapping[str, Tensor]) -> float | 
     return factor if same else None
 
 
-def readers_of(operations: Sequence[Operation], name: str, outside: frozenset[str]) -> list[Operation] | None:
+def readers_of(program: Program, name: str) -> list[Operation] | None:
     """The operations that read a value, through views and copies, which are no readers themselves; None if one of these
-    is needed outside."""
+    is a result or a gradient."""
     names, found = {name}, list[Operation]()
-    for operation in operations:
+    for operation in program.operations:
         if names.isdisjoint(operation.uses):
             continue
-        if operation.view or spelled(operation) == "clone":
+        if operation.view or called(operation) == "clone":
             names.update(operation.makes)
         else:
             found.append(operation)
-    return found if names.isdisjoint(outside) else None
+    return found if names.isdisjoint((*program.results, *program.wanted)) else None
+
+
+with_given_layouts = Patterns(Row(Op(*ATTENTIONS), without_copies, "forward"), in_turn=True)
+with_scales = Patterns(Row(Op(*ATTENTIONS), scaled, "forward"), in_turn=True)

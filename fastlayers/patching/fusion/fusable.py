@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,33 +15,32 @@ from fastlayers.kernels.generated import (
     INTERPRETED,
     LONGEST_ROW,
     NAMES,
-    ROUNDED,
     ROWS,
     SUMS,
     TESTS,
     accumulator_of,
     number,
 )
-from fastlayers.patching.program.program import Operation, Value, is_followed, map_values
+from fastlayers.patching.program.operators import argument, spelled
+from fastlayers.patching.program.program import Operation, Value, map_values
 
 __all__ = [
     "CASTS",
     "CHOICES",
     "COPIES",
+    "FACTORS",
     "FILLED",
     "FLOATING",
     "LOGICAL",
     "MOVES",
     "WHOLE",
-    "argument",
+    "factor_of",
     "formula",
     "in_new_memory",
     "is_dense",
     "is_fusable",
     "reduced_dims",
-    "rounded_later",
     "row_dim",
-    "spelled",
 ]
 
 FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -61,27 +58,24 @@ LOGICAL = {
 }  # fmt: skip
 #: Operations that choose between values.
 CHOICES = frozenset({"where.self", "masked_fill.Scalar", "masked_fill.Tensor"})
+#: Operations that multiply by a number, which a product may do as well.
+FACTORS: dict[str, Callable[[float], float]] = {
+    **dict.fromkeys(("mul.Scalar", "mul.Tensor"), lambda number: number),
+    **dict.fromkeys(("div.Scalar", "div.Tensor"), lambda number: 1 / number),
+}
 #: Operations that need more than one element of an operand for an element of their result, which is therefore stored.
 WHOLE = frozenset({*SUMS, *ROWS})
 #: Values that are nowhere stored.
 FILLED = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
 
 
-def spelled(operation: Operation) -> str:
-    """The name of an operation of torch, without that of its only overload; empty for one of another kind."""
-    return name_of(operation.function)
-
-
-@lru_cache(maxsize=1024)
-def name_of(function: Any) -> str:
-    if not isinstance(function, OpOverload) or function.namespace != "aten":
-        return ""
-    name = function._schema.name.split("::")[1]
-    return name if function._schema.overload_name in ("", "default") else f"{name}.{function._schema.overload_name}"
-
-
-def argument(operation: Operation, place: int, name: str, default: Any = None) -> Any:
-    return operation.args[place] if len(operation.args) > place else operation.kwargs.get(name, default)
+def factor_of(operation: Operation) -> float | None:
+    """The number that an operation multiplies a tensor by; None for 0, by which nothing is divided, and for another
+    operation, such as a square."""
+    factor = FACTORS.get(spelled(operation))
+    if factor is None or len(operation.operands) != 1 or isinstance(operation.args[1], Value) or operation.kwargs:
+        return None
+    return factor(operation.args[1]) if operation.args[1] != 0 else None
 
 
 def is_dense(t: Tensor) -> bool:
@@ -111,7 +105,7 @@ def is_fusable(operation: Operation, values: Mapping[str, Tensor]) -> bool:
     if name in FILLED or name in ("full", "scalar_tensor"):
         return floating or out.dtype is torch.bool
     if name == "gather":
-        return floating and given[1].dtype is torch.int64 and not argument(operation, 3, "sparse_grad", False)
+        return floating and given[1].dtype is torch.int64 and not argument(operation, "sparse_grad", False)
     if name in LOGICAL:
         return all(t.dtype is torch.bool for t in given)
     if name in CHOICES:
@@ -165,9 +159,7 @@ def is_second(operation: Operation, place: int) -> bool:
 
 
 def is_plain_sum(operation: Operation, x: Tensor) -> bool:
-    if spelled(operation) != "linalg_vector_norm":
-        return argument(operation, 1, "dim") is not None
-    return argument(operation, 1, "ord", 2) == 2 and argument(operation, 2, "dim") is not None
+    return argument(operation, "ord", 2) == 2 and argument(operation, "dim") is not None
 
 
 def has_short_rows(operation: Operation, out: Tensor, given: Sequence[Tensor]) -> bool:
@@ -184,30 +176,12 @@ def has_short_rows(operation: Operation, out: Tensor, given: Sequence[Tensor]) -
 
 
 def row_dim(operation: Operation, out: Tensor) -> int:
-    """The dimension along which an operation of ROWS runs: the argument after its operands."""
-    return int(argument(operation, len(operation.operands), "dim")) % out.dim()
+    """The dimension along which an operation of ROWS runs."""
+    return int(argument(operation, "dim")) % out.dim()
 
 
 def reduced_dims(operation: Operation, x: Tensor) -> tuple[int, ...]:
-    dims = argument(operation, *((2, "dim") if spelled(operation) == "linalg_vector_norm" else (1, "dim")))
+    dims = argument(operation, "dim")
     if isinstance(dims, int):
         dims = [dims]
     return tuple(sorted({d % x.dim() for d in dims})) if dims else tuple(range(x.dim()))
-
-
-def rounded_later(
-    operations: Sequence[Operation], values: Mapping[str, Tensor], needed: Iterable[str | None]
-) -> frozenset[str]:
-    """The values of which only what is rounded to 16 bits is seen: by casts, or by results of formulas."""
-    seen_whole = set(needed)
-    found: set[str] = set()
-    for operation in reversed(operations):
-        made = [name for name in operation.makes if name]
-        found.update(name for name in made if name not in seen_whole)
-        rounds = all(values[name].dtype in ROUNDED or name in found for name in made)
-        pointwise = is_followed(operation, values) or (
-            is_fusable(operation, values) and spelled(operation) not in WHOLE
-        )
-        if not (rounds and pointwise):
-            seen_whole |= operation.uses
-    return frozenset(found - seen_whole)

@@ -35,12 +35,11 @@ from fastlayers.patching.fusion.fusable import (
     LOGICAL,
     MOVES,
     WHOLE,
-    argument,
     formula,
     reduced_dims,
     row_dim,
-    spelled,
 )
+from fastlayers.patching.program.operators import argument, spelled
 from fastlayers.patching.program.program import Operation, Value, map_values
 
 __all__ = ["KernelWriter", "NotFusableError", "row_length"]
@@ -207,11 +206,7 @@ class KernelWriter:
         in_order = None if first is None else unflatten(element, first.shape, first.stride())
         stores: list[tuple[int, str, str, bool]] = []
         for i, (root, operation, t) in enumerate(zip(self.stores, given, outs, strict=True)):
-            if (
-                spelled(operation) == "stack"
-                and argument(operation, 1, "dim", 0) == 0
-                and t.numel() == count * t.shape[0]
-            ):
+            if spelled(operation) == "stack" and argument(operation, "dim", 0) == 0 and t.numel() == count * t.shape[0]:
                 self.members.add(root)  # The statistics of a norm: one number after the other, for all rows.
                 indices = indices_of("x", t.shape[1:], t.stride()[1:])
                 assert indices is not None
@@ -391,7 +386,7 @@ class KernelWriter:
         """An element of a result whose elements come from one of several places, or are a number."""
         name, args = spelled(operation), operation.args
         if name in ("cat", "stack"):
-            dim = argument(operation, 1, "dim", 0)
+            dim = argument(operation, "dim", 0)
             return self.concatenated(args[0], out, dim % out.dim(), name == "stack", indices, condition)
         if name == "roll":
             return self.rolled(operation, out, indices, condition)
@@ -418,7 +413,7 @@ class KernelWriter:
             bounds = {dim: 1}
         else:
             t, bounds = self.values[args[0].name], {}
-            fill = argument(operation, 2, "value", 0)
+            fill = argument(operation, "value", 0)
             for i in range(len(args[1]) // 2):
                 dim = out.dim() - 1 - i
                 own[dim] = own[dim] + -args[1][2 * i]
@@ -490,7 +485,7 @@ class KernelWriter:
         return found
 
     def rolled(self, operation: Operation, out: Tensor, indices: tuple[Index, ...], condition: str) -> str:
-        shifts, dims = operation.args[1], argument(operation, 2, "dims", [])
+        shifts, dims = operation.args[1], argument(operation, "dims", [])
         if not dims:
             raise NotFusableError
         wrapped = [(list(indices), "")]

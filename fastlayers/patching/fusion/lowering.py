@@ -13,23 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
-from fastlayers.patching.fusion.absorption import kernel_name
-from fastlayers.patching.fusion.fusable import COPIES, WHOLE, is_fusable, spelled
+from fastlayers.patching.fusion.fusable import COPIES, WHOLE, is_fusable
+from fastlayers.patching.fusion.matcher import Match, Op, Patterns, Row, new
 from fastlayers.patching.program.executors import KEYS, excluding
-from fastlayers.patching.program.program import (
-    Operation,
-    Program,
-    alive,
-    arguments_of,
-    base_of,
-    operands_like,
-    with_names,
-    with_tensors,
-)
+from fastlayers.patching.program.operators import argument, called
+from fastlayers.patching.program.program import Operation, Program, alive, operands_like, with_names, with_tensors
 from fastlayers.patching.program.tape import Tape
 
 __all__ = ["DERIVATIVES", "IN_PLACE", "LOWERINGS", "lowered"]
@@ -224,82 +215,69 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
 IN_PLACE = frozenset({"channel_bias_act_"})
 
 
-def lowered(
-    program: Program, values: dict[str, Tensor], refused: frozenset[str], fake: FakeTensorMode
-) -> tuple[Program, dict[str, str]]:
+def lowered(program: Program, refused: frozenset[str]) -> tuple[Program, dict[str, str]]:
     """The program with kernels as operations of torch where these have neighbours to be fused with.
 
-    ``values`` gains those in between, which have no memory. Also returns, for each value that such an operation makes,
-    the first result of the kernel that it stands for. Kernels with a first result in ``refused`` stay.
+    Also returns, for each value that such an operation makes, the first result of the kernel that it stands for.
+    Kernels with a first result in ``refused`` stay.
     """
-    needed = {name for operation in (*program.forward, *program.backward) for name in operation.uses}
-    needed.update(program.results, program.kept, filter(None, program.wanted))
     origins: dict[str, str] = {}
-    parts: list[list[Operation]] = []
-    for part in (program.forward, program.backward):
-        producers = {name: operation for operation in part for name in operation.makes if name}
-        simple = [operation for operation in part if is_fusable(operation, values) or has_lowering(operation, refused)]
-        made_so = {name for operation in simple for name in operation.makes if name}
-        read_so = {base_of(name, producers, values) for operation in simple for name in operation.uses}
-        made: list[Operation] = []
-        for operation in part:
-            steps = None
-            if has_lowering(operation, refused):
-                before = {base_of(name, producers, values) for name in operation.operands}
-                if not made_so.isdisjoint(before) or not read_so.isdisjoint(operation.makes):
-                    steps = steps_of(operation, values, needed, fake)
-            made += [operation] if steps is None else steps
-            if steps is not None:
-                first = first_result(operation)  # What the others need besides may be in other kernels.
-                origins |= {name: first for step in alive(steps, [first]) for name in step.makes}
-        parts.append(made)
-    return replace(program, forward=parts[0], backward=parts[1]), origins
+    needed = program.needed.union(*(operation.uses for operation in program.operations))
+    made, read = set[str](), (set[str](), set[str]())  # by what may become part of a kernel; read in each direction
+    for place, operation in enumerate(program.operations):
+        if is_fusable(operation, program.values) or has_lowering(operation, refused):
+            made.update(operation.makes)
+            read[place >= len(program.forward)].update(map(program.base, operation.uses))
+
+    def in_torch(match: Match) -> Sequence[Operation] | None:
+        before = {name for name in map(program.base, match.root.operands) if match.is_beside(name)}
+        alone = made.isdisjoint(before) and read[match.in_backward].isdisjoint(match.root.makes)
+        if alone or not has_lowering(match.root, refused):
+            return None
+        steps = steps_of(match, needed)
+        first = first_result(match.root)  # What the others need besides may be in other kernels.
+        origins.update((name, first) for step in alive(steps or (), [first]) for name in step.makes)
+        return steps
+
+    return Patterns(Row(Op(*LOWERINGS), in_torch))(program), origins
 
 
 def has_lowering(operation: Operation, refused: frozenset[str]) -> bool:
-    name = kernel_name(operation) or spelled(operation)
-    return name in LOWERINGS and first_result(operation) not in ("", *refused)
+    return called(operation) in LOWERINGS and first_result(operation) not in ("", *refused)
 
 
 def first_result(operation: Operation) -> str:
     return next((name for name in operation.makes if name), "")
 
 
-def steps_of(
-    operation: Operation, values: dict[str, Tensor], needed: Container[str], fake: FakeTensorMode
-) -> list[Operation] | None:
+def steps_of(match: Match, needed: Container[str]) -> list[Operation] | None:
     """The operations of torch that a kernel stands for; None if they would give another layout."""
-    with fake:
-        known = operands_like(operation, values)
-    args, kwargs = with_tensors(operation, known)
+    with match.program.fake:
+        known = operands_like(match.root, match.program.values)
+    args, kwargs = with_tensors(match.root, known)
     tape = Tape(list(known.values()), ())
     try:
         with torch.no_grad(), excluding(KEYS), tape:
-            out = LOWERINGS[kernel_name(operation) or spelled(operation)](*args, **kwargs)
+            out = LOWERINGS[called(match.root)](*args, **kwargs)
     except NotImplementedError:
         return None
     results = out if isinstance(out, tuple) else (out,)
     names = dict(zip(tape.inputs, known, strict=True))
-    wanted = [(name, t) for name, t in zip(operation.makes, results, strict=True) if name in needed]
+    wanted = [(name, t) for name, t in zip(match.root.makes, results, strict=True) if name in needed]
     for name, t in wanted:
-        if t is None or t.stride() != values[name].stride() or t.dtype is not values[name].dtype:
+        if t is None or t.stride() != match.t(name).stride() or t.dtype is not match.t(name).dtype:
             return None
         if tape.name(t) in names:  # A result that is an input, or two that are one.
             return None
         names[tape.name(t)] = name
-    first = first_result(operation)
-    for own, t in tape.values.items():
-        if own not in names:
-            names[own] = f"{first}_{own}"
-            values[names[own]] = t
+    names |= {own: new(match.program, t) for own, t in tape.values.items() if own not in names}
     steps = alive(tape.operations, [tape.name(t) for _, t in wanted])
-    whole = name_of_steps(operation, steps)
+    whole = name_of_steps(match.root, steps)
     return [
         replace(
             with_names(step, names),
             makes=tuple(names.get(name, name) for name in step.makes),
-            source=operation.source,
-            step_of="" if spelled(step) in COPIES else whole,
+            step_of="" if called(step) in COPIES else whole,
         )
         for step in steps
     ]
@@ -308,8 +286,7 @@ def steps_of(
 def name_of_steps(operation: Operation, steps: Sequence[Operation]) -> str:
     """What a generated kernel calls the steps of a norm; empty for those of an activation, say, which say more than its
     name."""
-    if not any(spelled(step) in WHOLE for step in steps):
+    if not any(called(step) in WHOLE for step in steps):
         return ""
-    name = (kernel_name(operation) or spelled(operation)).removeprefix("native_").removesuffix("_forward")
-    kind = {declared.name: value for declared, value in arguments_of(operation, every=True)}.get("kind", LAYER)
-    return name if kind == LAYER else name.replace("layer", "rms")
+    name = called(operation).removeprefix("native_").removesuffix("_forward")
+    return name if argument(operation, "kind", LAYER) == LAYER else name.replace("layer", "rms")

@@ -9,25 +9,28 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastlayers.patching.fusion.absorption import absorbed
+from fastlayers.patching.fusion.absorption import absorbed, with_copies
 from fastlayers.patching.fusion.attention import with_given_layouts, with_scales
-from fastlayers.patching.fusion.kernels import with_kernels, with_numbers, without_repetitions
+from fastlayers.patching.fusion.cleaning import with_numbers, without_repetitions
+from fastlayers.patching.fusion.kernels import with_kernels
 from fastlayers.patching.fusion.residual_products import with_residual_products
-from fastlayers.patching.fusion.specialised import specialised
+from fastlayers.patching.fusion.specialised import specialised, with_masks_alone
 from fastlayers.patching.fusion.sums_after_norms import with_residuals
 from fastlayers.patching.fusion.sums_of_products import with_sums_of_products
-from fastlayers.patching.fusion.thin_products import with_thin_products
+from fastlayers.patching.fusion.thin_products import with_launches, with_thin_products
 from fastlayers.patching.fusion.values_again import with_values_again
 from fastlayers.patching.program import lint
 from fastlayers.patching.program.program import Program
 
-__all__ = ["PASSES", "Pass", "fused"]
+__all__ = ["PASSES", "Pass", "enabled", "fused", "prepared", "watched"]
 
 logger = logging.getLogger("fastlayers")
 
@@ -57,14 +60,40 @@ PASSES = (
     Pass("attention_layouts", with_given_layouts, "copies before attention would hide the factors"),
     Pass("attention_scales", with_scales, "before products take the factors", ("attention_layouts",)),
     Pass("specialised", specialised, "before sums hide the products of casts", ("attention_scales",), cost=3),
+    Pass("masks_alone", with_masks_alone, "of dropouts that products no longer read", ("specialised",)),
     Pass("sums_of_products", with_sums_of_products, "of the products that are left", ("specialised",), cost=1),
     Pass("values_again", with_values_again, "knows thin products by their function", ("specialised",)),
-    Pass("thin_products", with_thin_products, "makes launches of them", ("values_again", "sums_of_products"), cost=1),
+    Pass("thin_products", with_thin_products, "of those that are left", ("sums_of_products",), cost=1),
+    Pass("launches", with_launches, "of thin products, by which others know them", ("thin_products", "values_again")),
     Pass("sums_after_norms", with_residuals, "before kernels absorb the casts around a norm"),
     Pass("absorbed", absorbed, "what it leaves is for generated kernels", ("sums_after_norms", "specialised"), cost=2),
-    Pass("kernels", with_kernels, "of all that has no kernel yet", ("absorbed", "thin_products"), cost=90),
+    Pass("copies", with_copies, "of what kernels absorbed nothing of", ("absorbed",)),
+    Pass("kernels", with_kernels, "of all that has no kernel yet", ("copies", "launches"), cost=90),
     Pass("residual_products", with_residual_products, "the last: a product writes over a value", ("kernels",)),
 )
+
+
+_watcher: ContextVar[Callable[[Program], object] | None] = ContextVar("_watcher", default=None)
+
+
+@contextmanager
+def watched(see: Callable[[Program], object]) -> Iterator[None]:
+    """Show each program that is to be rewritten, with the values of its recording."""
+    token = _watcher.set(see)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def prepared(program: Program) -> Program:
+    """The program with what passes need to make values."""
+    return replace(program, fake=FakeTensorMode())
+
+
+def enabled() -> list[Pass]:
+    """The passes that are not switched off."""
+    return [each for each in PASSES if each.name not in switched_off()]
 
 
 def fused(program: Program, failed: Callable[[str, Exception], object] | None = None) -> Program:
@@ -74,10 +103,11 @@ def fused(program: Program, failed: Callable[[str, Exception], object] | None = 
         program: as it was recorded.
         failed: called with what failed and its error; the program of the last pass that did not is returned then.
     """
-    program = replace(program, fake=FakeTensorMode())
-    for each in PASSES:
-        if each.name in switched_off():
-            continue
+    see = _watcher.get()
+    if see is not None:
+        see(program)
+    program = prepared(program)
+    for each in enabled():
         begin = time.perf_counter()
         try:
             found = each.run(program)

@@ -6,17 +6,15 @@ cuBLAS reads h while it computes the product. A backward keeps h, so this is for
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterator
 
 import torch
-from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.fusion.fusable import spelled
-from fastlayers.patching.program.program import Operation, Program, Value, base_of, makers_of, storage, written
+from fastlayers.patching.fusion.matcher import Edit, Match, Op, Patterns, Row, new, only_reader, step
+from fastlayers.patching.program.operators import spelled
+from fastlayers.patching.program.program import Operation, Program, Value, storage, written
 
 __all__ = ["with_residual_products"]
 
@@ -24,88 +22,74 @@ ADD_PRODUCT = torch.ops.aten.addmm_.default
 VIEW = torch.ops.aten.view.default
 
 
-def with_residual_products(program: Program) -> Program:
-    """The program whose forward has such sums. No rewriting may follow: it would not expect what a product writes to.
-
-    ``values`` gains the names of views.
-    """
-    values = program.values
-    operations = program.forward
-    makers = makers_of(operations)
-
-    def memory(name: str) -> Hashable:
-        base = base_of(name, makers, values)  # A copy may have become a view.
-        return storage(values[base]) if base in values else base
-
-    needed = (*program.inputs, *program.constants, *program.results, *program.kept)
-    used = Counter((*needed, *(name for operation in operations for name in operation.operands)))
-    taken = {*map(memory, needed)}
-    places: dict[str, int] = {}
-    read, wrote = defaultdict[Hashable, list[int]](list), defaultdict[Hashable, list[int]](list)
-    for place, operation in enumerate(operations):
-        places.update(dict.fromkeys(operation.makes, place))
-        for name in operation.uses:
-            read[memory(name)].append(place)
-        for name in written(operation):
-            wrote[memory(name)].append(place)
-    found: list[Operation] = []
-    for place, operation in enumerate(operations):
-        for product, h in pairs_of(operation, values):
-            chain = product_of(product, makers, used)
-            maker = makers.get(base_of(h, makers, values))
-            if not chain or maker is None or maker.effect:
-                continue
-            own, start = memory(h), places[chain[0].makes[0]]
-            if own in taken or wrote[own] or max(read[own]) > place or own in map(memory, chain[0].operands):
-                continue
-            if any(start < other < place for name in chain[0].operands for other in wrote[memory(name)]):
-                continue
-            found = [other for other in found if all(other is not each for each in chain)]
-            found += steps_of(operation, chain[0], h, values)
-            break
-        else:
-            found.append(operation)
-    return replace(program, forward=found)
+def added_in_place(match: Match) -> Edit | None:
+    """What makes the result of a sum in the memory of its first term."""
+    program, product, (h, term) = match.program, match["product"], match["sum"].operands
+    y, place = match.t(match.out), match.place
+    if y.dtype not in LOW_PRECISION or y.dim() < 2 or match.root.kwargs:
+        return None
+    terms = y, match.t(h), match.t(term)
+    if not backends.generates_kernels(y.device) or any(
+        (t.shape, t.dtype) != (y.shape, y.dtype) or not t.is_contiguous() for t in terms
+    ):
+        return None
+    chain = chain_of(term, program)
+    if not chain or not is_last_use(match, h):
+        return None
+    given = {memory(name, program) for name in product.operands}
+    start = program.places[product.makes[0]]
+    if memory(h, program) in given or any(start < i < place and own in given for i, own in writes(program)):
+        return None
+    if y.dim() == 2:
+        steps = [step(ADD_PRODUCT, Value(h), *product.args, makes=match.out)]
+    else:
+        rows, made = (new(program, match.t(h).view(-1, y.shape[-1])) for _ in range(2))
+        steps = [
+            step(VIEW, Value(h), tuple(match.t(rows).shape), makes=rows, view=True),
+            step(ADD_PRODUCT, Value(rows), *product.args, makes=made),
+            step(VIEW, Value(made), tuple(y.shape), makes=match.out, view=True),
+        ]
+    return Edit([*((operation, ()) for operation in chain), (match.root, steps)])
 
 
-def pairs_of(operation: Operation, values: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """The terms of a sum of two tensors in one layout, either first; none for another operation."""
-    names = (*operation.makes, *operation.operands)
-    if spelled(operation) != "add.Tensor" or len(names) != 3 or operation.kwargs or not values.keys() >= {*names}:
-        return []
-    tensors = [values[name] for name in names]
-    y = tensors[0]
-    if y.dtype not in LOW_PRECISION or y.dim() < 2 or not backends.generates_kernels(y.device):
-        return []
-    if any((t.shape, t.dtype) != (y.shape, y.dtype) or not t.is_contiguous() for t in tensors):
-        return []
-    a, b = operation.operands
-    return [(b, a), (a, b)]
-
-
-def product_of(name: str, makers: Mapping[str, Operation], used: Mapping[str, int]) -> list[Operation]:
+def chain_of(name: str, program: Program) -> list[Operation]:
     """The product that a value is, and the views of it, of which nothing else makes use; none for another value."""
     chain: list[Operation] = []
-    while (maker := makers.get(name)) is not None and used[name] == 1:
-        chain.insert(0, maker)
-        if spelled(maker) == "mm":
-            return chain
+    while only_reader(program, name) is not None and (maker := program.makers.get(name)) is not None:
+        chain.append(maker)
         if maker.function is not VIEW:
-            return []
+            return chain if spelled(maker) == "mm" else []
         name = maker.args[0].name
     return []
 
 
-def steps_of(operation: Operation, product: Operation, h: str, values: dict[str, Tensor]) -> Sequence[Operation]:
-    """What makes the result of a sum in the memory of h."""
-    (out,) = operation.makes
-    y = values[out]
-    if y.dim() == 2:
-        return [replace(operation, function=ADD_PRODUCT, args=(Value(h), *product.args))]
-    rows, written = f"{out}_rows", f"{out}_written"
-    values[rows] = values[written] = values[h].view(-1, y.shape[-1])
-    return [
-        Operation(VIEW, (Value(h), tuple(values[rows].shape)), {}, (rows,), single=True, effect=False, view=True),
-        Operation(ADD_PRODUCT, (Value(rows), *product.args), {}, (written,), single=True, effect=False),
-        Operation(VIEW, (Value(written), tuple(y.shape)), {}, (out,), single=True, effect=False, view=True),
-    ]
+def is_last_use(match: Match, h: str) -> bool:
+    """Whether nothing but this sum and what came before it sees the memory of a value, or wrote to it."""
+    program, own = match.program, memory(h, match.program)
+    maker = program.makers.get(program.base(h))
+    needed = (*program.inputs, *program.constants, *program.results, *program.kept)
+    later = (name for operation in program.forward[match.place + 1 :] for name in operation.uses)
+    return (
+        maker is not None
+        and not maker.effect
+        and all(memory(name, program) != own for name in (*needed, *later))
+        and all(other != own for _, other in writes(program))
+    )
+
+
+def memory(name: str, program: Program) -> Hashable:
+    base = program.base(name)  # A copy may have become a view.
+    return storage(program.values[base]) if base in program.values else base
+
+
+def writes(program: Program) -> Iterator[tuple[int, Hashable]]:
+    """What the operations of the forward write, and their places."""
+    for place, operation in enumerate(program.forward):
+        for name in written(operation):
+            yield place, memory(name, program)
+
+
+#: No pass may follow: it would not expect what a product writes to.
+with_residual_products = Patterns(
+    Row(Op("add.Tensor", key="sum", of=(None, Op("mm", key="product")), commutes=True), added_in_place, "forward")
+)

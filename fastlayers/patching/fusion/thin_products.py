@@ -7,21 +7,21 @@ the product if there is but one.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers import backends
 from fastlayers.kernels.low_rank import most_parts, thin_kernels, thin_product, thin_products
 from fastlayers.ops.reference import LOW_PRECISION
-from fastlayers.patching.fusion.fusable import spelled
+from fastlayers.patching.fusion.matcher import Match, Op, Patterns, Row, step
+from fastlayers.patching.program.operators import spelled
 from fastlayers.patching.program.program import Operation, Program, Value, storage
 
-__all__ = ["with_thin_products"]
+__all__ = ["with_launches", "with_thin_products"]
 
 SELECT = torch.ops.aten.select.int
 #: Bytes of a matrix that several products of 16 bits read together: a smaller one is in the cache for all of them.
@@ -43,21 +43,16 @@ class Together:
 
 
 def with_thin_products(program: Program) -> Program:
-    """The program with the launches of its thin products, those of one matrix together."""
-    values, fake = program.values, program.fake
-    written = set(program.writers)
-    results = {storage(values[name]) for name in program.results}
-    parts = []
-    for part in (program.forward, program.backward):
-        found = together(part, groups_of(part, values, written, results), values)
-        parts.append([step for operation in found for step in launched(operation, values, fake)])
-    return replace(program, forward=parts[0], backward=parts[1])
+    """The program with its thin products, those of one matrix together."""
+    parts = (together(part, groups_of(part, program), program.values) for part in (program.forward, program.backward))
+    forward, backward = parts
+    return replace(program, forward=forward, backward=backward)
 
 
-def groups_of(
-    operations: Sequence[Operation], values: Mapping[str, Tensor], written: set[int], results: set[int]
-) -> list[Together]:
+def groups_of(operations: Sequence[Operation], program: Program) -> list[Together]:
     """The products that nothing keeps from being one operation. The results of a region have memory of their own."""
+    values, written = program.values, program.writers.keys()
+    results = {storage(values[name]) for name in program.results}
     groups: list[Together] = []
     latest: dict[Hashable, int] = {}
     computed_of: dict[str, set[int]] = {}
@@ -83,7 +78,9 @@ def groups_of(
     return groups
 
 
-def what_it_reads(operation: Operation, values: Mapping[str, Tensor], written: set[int]) -> tuple[Hashable, int] | None:
+def what_it_reads(
+    operation: Operation, values: Mapping[str, Tensor], written: Container[int]
+) -> tuple[Hashable, int] | None:
     """What the thin products that one operation may be have in common, and how many it may be; None for others."""
     if operation.function is not thin_product and not is_thin(operation, values):
         return None
@@ -164,27 +161,27 @@ def joined(members: Sequence[Operation], values: Mapping[str, Tensor]) -> Operat
     return Operation(thin_products, args, {}, makes, single=False, effect=False)
 
 
-def launched(operation: Operation, values: dict[str, Tensor], fake: FakeTensorMode) -> list[Operation]:
-    """The launches of thin products, and views of their results; another operation as it is."""
-    if operation.function is thin_products:
-        large, thin, factor, masks, large_first = operation.args
-    elif operation.function is thin_product:
-        large, one, factor, mask, large_first = parts_of(operation, values)
-        thin, masks = (one,), (mask,)
+def launched(match: Match) -> Sequence[Operation]:
+    """The launches of thin products, and views of their results."""
+    if match.root.function is thin_products:
+        large, thin, factor, masks, large_first = match.root.args
     else:
-        return [operation]
+        large, one, factor, mask, large_first = parts_of(match.root, match.program.values)
+        thin, masks = (one,), (mask,)
     masks = [mask for mask in masks if mask is not None]
-    given, first = [large, *thin, *masks], operation.makes[0]
-    kernels = thin_kernels(values[large.name], values[thin[0].name], len(thin), factor, bool(masks), large_first)
+    given = [large, *thin, *masks]
+    kernels = thin_kernels(match.t(large), match.t(thin[0]), len(thin), factor, bool(masks), large_first)
     steps: list[Operation] = []
     for kernel in kernels:
-        name = f"{first}_partial" if kernel is not kernels[-1] else first if len(thin) == 1 else f"{first}_parts"
-        with fake:
-            values[name] = kernel.results[0].empty(kernel.device)
-        steps.append(Operation(kernel, tuple(given), {}, (name,), single=False, effect=False))
-        given = [Value(name)]
-    for i, name in enumerate(operation.makes if len(thin) > 1 else ()):
-        with fake:
-            values[name] = values[given[0].name].select(0, i)
-        steps.append(Operation(SELECT, (given[0], 0, i), {}, (name,), single=True, effect=False, view=True))
+        steps.append(match.launch(kernel, given))
+        given = [Value(steps[-1].makes[0])]
+    if len(thin) == 1:
+        return [*steps[:-1], replace(steps[-1], makes=match.root.makes)]
+    for i, name in enumerate(match.root.makes):
+        with match.program.fake:
+            match.program.values[name] = match.t(given[0]).select(0, i)
+        steps.append(step(SELECT, given[0], 0, i, makes=name, view=True))
     return steps
+
+
+with_launches = Patterns(Row(Op("thin_product", "thin_products"), launched))

@@ -10,55 +10,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fastlayers.kernels.low_rank import thin_product
-from fastlayers.patching.fusion.absorption import kernel_name
-from fastlayers.patching.fusion.fusable import spelled
-from fastlayers.patching.program.program import Operation, Program, keeping, with_names
+from fastlayers.patching.fusion.matcher import Match, Op, Patterns, Row, new, views_of
+from fastlayers.patching.program.operators import called
+from fastlayers.patching.program.program import Operation, Program, with_names
 
 __all__ = ["with_values_again"]
 
 
-def with_values_again(program: Program) -> Program:
-    """The program, whose backward computes such values again instead of keeping them.
+def computed_again(match: Match) -> Sequence[Operation] | None:
+    """An operation of the backward on such values, which are computed just before their first use: they are as large
+    as what would have been kept."""
+    program, names = match.program, dict[str, str]()
+    for name in match.root.operands:
+        chain = chain_of(name, program) if name in program.kept and name not in program.results else []
+        if any(program.is_written(each.makes[0]) for each in chain):
+            continue
+        for each in chain:
+            (made,) = each.makes
 
-    ``values`` gains the results.
-    """
-    values = program.values
-    if not program.grads:
-        return program
-    chains = {name: chain_of(name, program) for name in program.kept if name not in program.results}
-    names: dict[str, str] = {}
-    backward: list[Operation] = []
-    for given in program.backward:
-        for name in given.operands:
-            chain = chains.pop(name, [])
-            if any(program.is_written(step.makes[0]) for step in chain):
-                continue
-            for step in chain:  # Just before its first use: it is as large as what would have been kept.
-                (made,) = step.makes
-                if made not in names:
-                    new = f"{made}_again"
-                    backward.append(replace(with_names(step, names), makes=(new,)))
-                    names[made], values[new] = new, values[made]
-        backward.append(with_names(given, names))
-    return keeping(replace(program, backward=backward))
+            def again(operation: Operation = each, made: str = made) -> Operation:
+                return replace(with_names(operation, names), makes=(new(program, program.values[made]),))
+
+            names[made] = match.shared(made, again).name
+    return [with_names(match.root, names)] if names else None
 
 
 def chain_of(name: str, program: Program) -> list[Operation]:
     """The operation that makes a value again, and the views before and after it; none for another value, and if what
     it is computed of is not kept."""
-    after: list[Operation] = []
-    while (maker := program.makers.get(name)) is not None and maker.view:
-        after.insert(0, maker)
-        name = maker.args[0].name
+    after, source = views_of(name, program)
+    maker = program.makers.get(source)
     if maker is None or not is_cheap(maker, program):
         return []
     before: list[Operation] = []
     for operand in maker.operands:
-        views = views_of(operand, program)
-        if views is None:
+        views, source = views_of(operand, program, until=program.kept)
+        if source not in program.kept:
             return []
         before += [view for view in views if view not in before]
     return [*before, maker, *after]
@@ -66,21 +57,10 @@ def chain_of(name: str, program: Program) -> list[Operation]:
 
 def is_cheap(operation: Operation, program: Program) -> bool:
     """Whether an operation does little more than write its result."""
-    if kernel_name(operation) == "gated_forward":
-        return True
-    if spelled(operation) != "mm":
-        return False
+    if called(operation) != "mm":
+        return called(operation) == "gated_forward"
     factor = program.makers.get(operation.args[0].name)
     return factor is not None and factor.function is thin_product
 
 
-def views_of(name: str, program: Program) -> list[Operation] | None:
-    """The views that make a value of a kept one; None if it is of another one."""
-    views: list[Operation] = []
-    while name not in program.kept:
-        view = program.makers.get(name)
-        if view is None or not view.view:
-            return None
-        views.insert(0, view)
-        name = view.args[0].name
-    return views
+with_values_again = Patterns(Row(Op(), computed_again, "backward"))

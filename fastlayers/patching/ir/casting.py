@@ -24,7 +24,7 @@ from torch import nn
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fastlayers.ops.dispatch import is_plain
+from fastlayers.ops.guard import is_plain
 from fastlayers.patching.capture.lookups import inside_layer
 from fastlayers.patching.capture.recording import Name, Recording, add_names, bind, binder, module_expression
 from fastlayers.patching.capture.trace import record_child

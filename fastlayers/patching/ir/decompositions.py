@@ -11,17 +11,15 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fastlayers.ops.reference import LOW_PRECISION, autocasts
 from fastlayers.patching.ir.fingerprints import EXPRESSIONS, Body, Expression, UnreadableError, expression_of, operation
+from fastlayers.patching.ir.nodes import Nodes
 from fastlayers.patching.ir.operations import Op
-
-if TYPE_CHECKING:
-    from fastlayers.patching.ir.view import View
 
 __all__ = ["DECOMPOSITIONS", "permutation"]
 
@@ -98,12 +96,12 @@ def step(node: Node) -> Expression | None:
         return None
 
 
-def dtype_of(view: View, value: Expression) -> torch.dtype | None:
+def dtype_of(view: Nodes, value: Expression) -> torch.dtype | None:
     example = view.example(value[1])
     return example.dtype if example is not None else None
 
 
-def read(view: View, known: Expression, value: Expression, reading: Reading) -> Iterator[Reading]:
+def read(view: Nodes, known: Expression, value: Expression, reading: Reading) -> Iterator[Reading]:
     """The ways to match a value with a known expression."""
     kind, *operands = known
     if kind == "constant":
@@ -130,7 +128,7 @@ def read(view: View, known: Expression, value: Expression, reading: Reading) -> 
 
 
 def read_all(
-    view: View, known: list[Expression], values: tuple[Expression, ...], reading: Reading
+    view: Nodes, known: list[Expression], values: tuple[Expression, ...], reading: Reading
 ) -> Iterator[Reading]:
     if not known:
         yield reading
@@ -140,7 +138,7 @@ def read_all(
 
 
 def read_cast(
-    view: View, target: Expression, known: Expression, value: Expression, found: Expression | None, reading: Reading
+    view: Nodes, target: Expression, known: Expression, value: Expression, found: Expression | None, reading: Reading
 ) -> Iterator[Reading]:
     """A value as a cast to a dtype, or as a value of that dtype without a cast."""
     dtype = dtype_of(view, value)
@@ -152,14 +150,14 @@ def read_cast(
     yield from read(view, known, value, cast)
 
 
-def readings(view: View, known: Expression, node: Node) -> Iterator[tuple[Reading, tuple[Op, ...]]]:
+def readings(view: Nodes, known: Expression, node: Node) -> Iterator[tuple[Reading, tuple[Op, ...]]]:
     """The ways to match a node with a known expression, each with all operations of it but the last."""
     for reading in read(view, known, ("node", node), Reading()):
         if reading.holds() and node in reading.nodes:
             yield reading, parts(view, reading.nodes - {node})
 
 
-def parts(view: View, nodes: frozenset[Node]) -> tuple[Op, ...]:
+def parts(view: Nodes, nodes: frozenset[Node]) -> tuple[Op, ...]:
     return tuple(part(node) for node in sorted(nodes, key=lambda node: view.position[node]))
 
 
@@ -172,10 +170,10 @@ def part(node: Node) -> Op:
 # -- norms ------------------------------------------------------------------------------------------------------------
 
 
-def read_norm(name: str) -> Callable[[View, Node], Op | None]:
+def read_norm(name: str) -> Callable[[Nodes, Node], Op | None]:
     bodies = tuple((body, expression) for body, expression in EXPRESSIONS if body.op == name)
 
-    def find(view: View, node: Node) -> Op | None:
+    def find(view: Nodes, node: Node) -> Op | None:
         for body, expression in bodies if view.example(node) is not None else ():
             for reading, inner in readings(view, expression, node):
                 operands = norm_operands(view, body, reading.names)
@@ -190,8 +188,8 @@ def last(name: str, node: Node, operands: dict[str, Any], inner: tuple[Op, ...])
     return replace(part(node), name=name, operands=operands, inplace=False, parts=inner)
 
 
-def norm_operands(view: View, body: Body, names: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The operands of a norm, if its casting order is the one of the body; see :func:`calls.computes_norm`."""
+def norm_operands(view: Nodes, body: Body, names: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The operands of a norm, if its casting order is the one of the body; see :func:`norm_calls.computes_norm`."""
     x, weight, eps = view.example(names["input"]), names.get("weight"), names["eps"]
     if x is None or x.dtype not in (torch.float32, *LOW_PRECISION) or not isinstance(eps, float) or not x.dim():
         return None
@@ -210,13 +208,13 @@ def norm_operands(view: View, body: Body, names: Mapping[str, Any]) -> dict[str,
     return {**operands, "bias": None} if body.casting is None else {**operands, "casting": body.casting}
 
 
-def may_autocast(view: View, kind: str) -> bool:
+def may_autocast(view: Nodes, kind: str) -> bool:
     """Whether autocast is on around a captured graph, which Dynamo guards, or in a part of it."""
     names = {getattr(node.target, "__name__", "") for node in view.position if node.op == "call_function"}
     return autocasts(kind) or "_enter_autocast" in names
 
 
-def permutation(view: View, node: Any) -> tuple[Op, tuple[int, ...]] | None:
+def permutation(view: Nodes, node: Any) -> tuple[Op, tuple[int, ...]] | None:
     """A node as x.permute(...) with known dimensions, given as non-negative numbers."""
     op = view.op(node, "permute")
     dims = op["dims"] if op is not None else None
@@ -225,7 +223,7 @@ def permutation(view: View, node: Any) -> tuple[Op, tuple[int, ...]] | None:
     return op, tuple(dim % len(dims) for dim in dims)
 
 
-def read_channel_norm(view: View, node: Node) -> Op | None:
+def read_channel_norm(view: Nodes, node: Node) -> Op | None:
     """A layer_norm of an image over its channels, between two permutes."""
     back = permutation(view, node)
     norm = view.op(back[0]["input"], "layer_norm") if back is not None else None
@@ -246,12 +244,12 @@ def read_channel_norm(view: View, node: Node) -> Op | None:
 # -- activations ------------------------------------------------------------------------------------------------------
 
 
-def read_activation(name: str) -> Callable[[View, Node], Op | None]:
+def read_activation(name: str) -> Callable[[Nodes, Node], Op | None]:
     bodies = tuple(
         (operands, form, expression_of(code)) for known, operands, form, code in ACTIVATIONS if known == name
     )
 
-    def find(view: View, node: Node) -> Op | None:
+    def find(view: Nodes, node: Node) -> Op | None:
         result = view.example(node)
         for operands, form, expression in bodies:
             for reading, inner in readings(view, expression, node):
@@ -270,7 +268,7 @@ def read_activation(name: str) -> Callable[[View, Node], Op | None]:
 # -- stochastic depth -------------------------------------------------------------------------------------------------
 
 
-def read_drop_path(view: View, node: Node) -> Op | None:
+def read_drop_path(view: Nodes, node: Node) -> Op | None:
     """``x * x.new_empty(shape).bernoulli_(keep).div_(keep)``, with one draw for each sample."""
     mul = view.op(node, "mul")
     if mul is None or mul.inplace:
@@ -300,7 +298,7 @@ def is_method(node: Any, name: str) -> bool:
 
 
 #: The functions that match them, by the name of the operation.
-DECOMPOSITIONS: dict[str | None, Callable[[View, Node], Op | None]] = {
+DECOMPOSITIONS: dict[str | None, Callable[[Nodes, Node], Op | None]] = {
     "rms_norm": read_norm("rms_norm"),
     "layer_norm": read_norm("layer_norm"),
     "channel_layer_norm": read_channel_norm,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastlayers.ops.dispatch import is_plain
+from fastlayers.ops.guard import is_plain
 from fastlayers.ops.head import autocast_dtype
 from fastlayers.patching.capture.lookups import computes_as_known
 from fastlayers.patching.runtime.checks import calls_are_torchs, no_hooks, original_class, plain, untouched

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from fastlayers import backends
 from fastlayers.ops import reference
-from fastlayers.ops.dispatch import is_plain, needs_operations
+from fastlayers.ops.guard import is_plain
 from fastlayers.ops.low_rank import add_low_rank
+from fastlayers.ops.modes import needs_operations
 from fastlayers.patching.libraries.adapters import Adapter
 from fastlayers.patching.libraries.heads import is_torchs_linear
 from fastlayers.patching.runtime.checks import must_be_stock, original_class, untouched

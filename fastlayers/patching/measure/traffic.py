@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_iter
 
 from fastlayers import functional
 from fastlayers.ops import layer_norm as ops
-from fastlayers.ops.dispatch import Mode
+from fastlayers.ops.modes import Mode
 from fastlayers.patching.measure.runs import buffers_aside, rng_state, trains
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
 from fastlayers.patching.plan import unpatched

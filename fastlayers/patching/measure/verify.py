@@ -29,7 +29,7 @@ from fastlayers.patching.runtime.checks import rewritten_everywhere
 from fastlayers.patching.runtime.lazy import LATE, LazyTensor
 from fastlayers.tables import Table
 
-__all__ = ["Comparison", "VerifyReport", "verify_patch"]
+__all__ = ["Comparison", "Run", "VerifyReport", "compare", "keeping_attributes", "verify_patch"]
 
 #: A difference of this many roundings of the largest value is always within tolerance.
 ROUNDINGS = 16.0

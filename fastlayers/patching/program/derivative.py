@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from fastlayers.ops.dispatch import KeptAsIs
+from fastlayers.ops.guard import KeptAsIs
 from fastlayers.patching.program.program import alive, storage, with_tensors
 from fastlayers.patching.program.tape import Tape
 from fastlayers.patching.reasons import Reason, Refusal

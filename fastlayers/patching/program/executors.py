@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fastlayers.build import platform_problem, regions_library
-from fastlayers.ops import dispatch
+from fastlayers.ops import guard, layouts, pairs
 from fastlayers.ops.autocast import Given
 from fastlayers.patching.capture.recording import has_literal
 from fastlayers.patching.program.program import Operation, Program, Value, map_values, plain_name
@@ -168,7 +168,7 @@ class Node(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         marks: Tensors = ()
         ctx.kept, ctx.made = len(kept), ()
-        if dispatch.hooks_decide_what_is_kept():  # A checkpoint does not keep what it computes again,
+        if guard.hooks_decide_what_is_kept():  # A checkpoint does not keep what it computes again,
             ctx.made = tuple(i for i, t in enumerate(given.parameters) if t is not None and t.grad_fn is not None)
             # and gives what its recomputation keeps to this node, by order. It compares shapes, so these differ.
             marks = (torch.empty(0, executor.identity),)
@@ -183,7 +183,7 @@ class Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         facts = ctx.executor.facts
         active = tuple(grads[i] for i in facts.active)
-        derived = torch.is_grad_enabled() or any(dy is not None and dispatch.needs_double_backward(dy) for dy in active)
+        derived = torch.is_grad_enabled() or any(dy is not None and guard.needs_double_backward(dy) for dy in active)
         if derived or any(dy is None for dy in active):
             if ctx.given is None:
                 raise RuntimeError(
@@ -204,7 +204,7 @@ class Node(torch.autograd.Function):
                 ctx.given = None
             return *(None,) * 4, *found
         dys = tuple(
-            dy if dy.stride() == strides else dispatch.with_strides(dy, strides)
+            dy if dy.stride() == strides else layouts.with_strides(dy, strides)
             for dy, strides in zip(active, facts.strides, strict=True)
         )
         kept = list(ctx.saved_tensors[: ctx.kept])
@@ -215,7 +215,7 @@ class Node(torch.autograd.Function):
             return *(None,) * 4, *ctx.executor.backward(dys, kept)
 
 
-_record = dispatch.record_of(Node)
+_record = pairs.record_of(Node)
 
 
 def items(names: Iterable[str]) -> str:

@@ -134,6 +134,12 @@ class Program:
         return makers_of(self.operations)
 
     @cached_property
+    def places(self) -> dict[str, int]:
+        """For each value the place of the operation that makes it."""
+        pairs = enumerate(self.operations)
+        return {name: place for place, each in pairs for name in each.makes if self.makers.get(name) is each}
+
+    @cached_property
     def writers(self) -> dict[int, list[int]]:
         """For each memory that is written, the places of the operations that do."""
         return written_by(self.operations, self.values)
@@ -151,6 +157,11 @@ class Program:
     def needed(self) -> frozenset[str]:
         """The values that are needed after the forward or the backward."""
         return frozenset((*self.results, *self.kept, *filter(None, self.wanted)))
+
+    @cached_property
+    def shared(self) -> frozenset[int]:
+        """The memory of inputs and results, to which others may write."""
+        return frozenset(storage(self.values[name]) for name in (*self.inputs, *self.results))
 
     def base(self, name: str) -> str:
         """The value of whose memory another one is a view."""

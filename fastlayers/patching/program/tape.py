@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fastlayers.ops.dispatch import Mode
+from fastlayers.ops.modes import Mode
 from fastlayers.patching.program.program import STATISTICS, Operation, Program, Value, alive, is_kernel, storage
 from fastlayers.patching.reasons import Reason, Refusal
 

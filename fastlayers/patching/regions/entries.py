@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fastlayers.ops import dispatch
+from fastlayers.ops import layouts
 from fastlayers.ops.autocast import Given, version_of
 from fastlayers.patching.program.cost import Cost
 from fastlayers.patching.program.derivative import Derivative
@@ -254,7 +254,7 @@ class Again(NamedTuple):
             every = self.kept_by_plain(given)
             kept = [every[i] for i in places]
         laid_out = zip(grads, entry.facts.strides, strict=True)
-        dys = [dispatch.with_strides(dy, strides) for dy, strides in laid_out if dy is not None]
+        dys = [layouts.with_strides(dy, strides) for dy, strides in laid_out if dy is not None]
         with excluding(KEYS):
             gradients = code.backward(dys, kept)
         return [dx if needed else None for dx, needed in zip(gradients, needs, strict=True)]

@@ -14,22 +14,32 @@ from fastlayers.patching.regions.region import Region, place_of
 from fastlayers.patching.regions.rows import region_of, rows_of, signature_of
 from fastlayers.patching.report import change, readable, with_detail
 
-__all__ = ["explained"]
+__all__ = ["explained", "recorded_at_once"]
+
+
+def regions_in(model: nn.Module) -> set[Region]:
+    return {region for module in model.modules() if (region := region_of(module)) is not None}
 
 
 @contextmanager
-def explained(model: nn.Module) -> Iterator[None]:
-    """Print what the calls of a model run. Inside, first calls are recorded, with the lines of their operations."""
-    regions = {region for module in model.modules() if (region := region_of(module)) is not None}
-    calls = {id(entry): entry.calls for region in regions for entry in region.made()}
-    before = {region: region.explained for region in regions}
-    for region in regions:
+def recorded_at_once(model: nn.Module) -> Iterator[None]:
+    """Record first calls inside, with the lines of their operations."""
+    before = {region: region.explained for region in regions_in(model)}
+    for region in before:
         region.explained = True
     try:
         yield
     finally:
         for region, explained in before.items():
             region.explained = explained
+
+
+@contextmanager
+def explained(model: nn.Module) -> Iterator[None]:
+    """Print what the calls of a model run. Inside, first calls are recorded, with the lines of their operations."""
+    calls = {id(entry): entry.calls for region in regions_in(model) for entry in region.made()}
+    with recorded_at_once(model):
+        yield
     print("\n".join(text_of(model, calls)) or "# no call of a module that runs as a region")
 
 

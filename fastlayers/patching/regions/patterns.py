@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastlayers.ops import dispatch
+from fastlayers.ops import guard
 
 __all__ = ["LEAVES", "NESTED", "NONE", "Flat", "flatten", "unflatten", "without_repeats"]
 
@@ -25,7 +25,7 @@ LEAVES = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.memo
 def flatten(value: Any, tensors: list[Tensor]) -> Any:
     """A nested value with a marker in place of each tensor, all of them hashable; None if it holds anything else."""
     kind = type(value)
-    if kind in dispatch.PLAIN:
+    if kind in guard.PLAIN:
         tensors.append(value)
         return None if value.is_nested else TENSOR
     if kind is tuple or kind is list:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastlayers.patching.capture.reads import Reads
+from fastlayers.patching.capture.fake_run import Reads
 from fastlayers.patching.capture.recording import exactly, has_number
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.generate import CHILD

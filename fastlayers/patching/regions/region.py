@@ -32,10 +32,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from fastlayers import backends
-from fastlayers.ops import dispatch
-from fastlayers.patching.capture.reads import load_fake_tensors, read_by
+from fastlayers.ops import guard, layouts, modes, raw_ops
+from fastlayers.patching.capture.fake_run import load_fake_tensors
+from fastlayers.patching.capture.reads import read_by
 from fastlayers.patching.capture.rebuild import arguments_source
-from fastlayers.patching.capture.syntax import is_ours
+from fastlayers.patching.capture.run import is_ours
 from fastlayers.patching.libraries.adapters import adapters, decorated, takes_former_names, undecorated
 from fastlayers.patching.program.cost import cost_of
 from fastlayers.patching.program.derivative import Derivative
@@ -259,12 +260,12 @@ class Region:
         self.errors.clear()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if op_by_op() or dispatch.needs_operations() or function_modes() or dispatch.must_decompose():
+        if op_by_op() or modes.needs_operations() or function_modes() or guard.must_decompose():
             return self.present.forward(module, *args, **kwargs)
         given: list[Tensor] = []
         pattern = flatten(args, given), flatten(kwargs, given) if kwargs else NONE
         if None in pattern or not given:
-            self.strange |= {*map(type, (*args, *kwargs.values()))}.difference(LEAVES, dispatch.PLAIN, NESTED)
+            self.strange |= {*map(type, (*args, *kwargs.values()))}.difference(LEAVES, guard.PLAIN, NESTED)
             self.failed()
             return self.present.forward(module, *args, **kwargs)
         if len(given) > 1 and len({*map(id, given)}) < len(given):
@@ -324,7 +325,7 @@ class Region:
         entry.calls += 1
         ordered, code = entry.order((*inputs, *entry.constants)), entry.code
         if entry.facts.wanted:
-            if len(entry.facts.active) > 1 and dispatch.hooks_decide_what_is_kept():
+            if len(entry.facts.active) > 1 and guard.hooks_decide_what_is_kept():
                 # A backward for some results needs what the plain code keeps, as a checkpoint computes it again.
                 code = entry.plain
             assert code is not None
@@ -355,7 +356,7 @@ class Region:
         if not (_hooks_enabled() and _lock.acquire(blocking=False)):
             return self.present.forward(module, *args, **kwargs)
         try:
-            with no_regions(), saved_tensors_hooks(dispatch.kept_as_is, dispatch.kept_as_is):
+            with no_regions(), saved_tensors_hooks(guard.kept_as_is, guard.kept_as_is):
                 found = self.prepared(module, args, kwargs, given, pattern)
         finally:
             _lock.release()
@@ -375,7 +376,7 @@ class Region:
                 t.grad_fn.register_prehook(partial(note_derivative, entry))
         # Regions that follow are recorded for the strides that these have from now on.
         if any(t.stride() != strides for t, strides in zip(results, entry.strides, strict=False)):
-            results = [dispatch.with_strides(t, s) for t, s in zip(results, entry.strides, strict=True)]
+            results = [layouts.with_strides(t, s) for t, s in zip(results, entry.strides, strict=True)]
             return put_together(parts, (*inputs, *results), (args, kwargs))
         return out
 
@@ -430,7 +431,7 @@ class Region:
             Refusal: such calls cannot be a region.
         """
         tensors = real[entry.count :]
-        known = all(type(t) in dispatch.PLAIN and t.layout is torch.strided for t in real)
+        known = all(type(t) in guard.PLAIN and t.layout is torch.strided for t in real)
         if not known or any(t.device.type not in ("cpu", "cuda") for t in real):
             raise Refusal(Reason.READS_STATE, "a tensor of another type or layout, or on another device")
         if any(t._backward_hooks for t in tensors):  # The gradients of a recording are none.
@@ -550,7 +551,7 @@ class Region:
         grads: tuple[Tensor, ...] = ()
         gradients: tuple[Tensor | None, ...] = ()
         dys: list[str] = []
-        with dispatch.observed(kernel_call), tape:
+        with raw_ops.observed(kernel_call), tape:
             with what_torch_refuses():
                 out = self.present.forward(module, *args, **(kwargs or {}))
             taken = Taken(inputs, (args, kwargs))
@@ -659,7 +660,7 @@ def some_gradient(t: Tensor) -> Tensor:
     mixed = torch.arange(t.numel(), device=t.device) * 0x9E3779B97F4A7C1 + 1
     mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
     values = (mixed >> 40) / 2.0**23
-    return dispatch.with_strides(values.to(t.dtype).view(t.shape), t.stride())
+    return layouts.with_strides(values.to(t.dtype).view(t.shape), t.stride())
 
 
 def agree(

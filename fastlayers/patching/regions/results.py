@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fastlayers.patching.capture.reads import is_value
+from fastlayers.patching.capture.values import is_value
 from fastlayers.patching.runtime.lazy import LazyTensor, Recipe, lazy
 
 __all__ = ["OpaqueError", "Place", "Taken", "put_together", "take_apart", "tensors_in"]

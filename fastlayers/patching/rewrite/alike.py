@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fastlayers.patching.capture.trace import PRIMITIVES, noting_numbers
+from fastlayers.patching.capture.recording import noting_numbers
+from fastlayers.patching.capture.values import PRIMITIVES
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rewrite.engine import Fused
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch import fx, nn
 
 from fastlayers.patching.capture.lookups import inside_layer
-from fastlayers.patching.capture.recording import Recording, bind, binder
+from fastlayers.patching.capture.recording import Given, Recording, bind, binder
 from fastlayers.patching.capture.syntax import optional_parameters
-from fastlayers.patching.capture.trace import Given, record
+from fastlayers.patching.capture.trace import record
 from fastlayers.patching.ir.fingerprints import Fingerprint, fingerprint, norm_by_hand
 from fastlayers.patching.libraries.adapters import RewrittenModel, adapters, plain_forward
 from fastlayers.patching.reasons import Reason, Refusal
@@ -26,7 +26,7 @@ from fastlayers.patching.rewrite.misses import nearest_miss
 from fastlayers.patching.rewrite.safety import scale_guards
 from fastlayers.patching.rules import graph_rules, idle_test
 from fastlayers.patching.rules.base import GraphRule
-from fastlayers.patching.runtime import calls
+from fastlayers.patching.runtime import norm_calls
 from fastlayers.patching.runtime.checks import must_be_stock, original_class
 
 __all__ = ["fuse"]
@@ -110,14 +110,16 @@ def fuse_handwritten_norm(module: nn.Module, found: Fingerprint, known: dict[Any
     x = graph.placeholder(found.parameter)
     scaled = found.weight is not None and (found.scaled is None or bool(getattr(module, found.scaled)))
     weight = graph.get_attr(str(found.weight)) if scaled else None
-    call = graph.call_function(calls.handwritten_norm, (x, weight, graph.get_attr(found.eps), body.casting))
+    call = graph.call_function(norm_calls.handwritten_norm, (x, weight, graph.get_attr(found.eps), body.casting))
     graph.output(call)
     operands = f"{found.parameter}, {f'self.{found.weight}' if scaled else None}"
     guards = [
         *scale_guards(found, "self", module),
         *inside_layer(original_class(module), "self", binder(recording.namespace)),
     ]
-    guards.append(f"{bind(recording, calls.computes_norm)}({operands}, casting={body.casting!r}, same={body.same})")
+    guards.append(
+        f"{bind(recording, norm_calls.computes_norm)}({operands}, casting={body.casting!r}, same={body.same})"
+    )
     recording.guards = dict.fromkeys(guards)
     name = f"Fused{type(module).__name__}"
     variants = [(recording, body_source(recording, module))]

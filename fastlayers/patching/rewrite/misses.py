@@ -17,9 +17,9 @@ from torch import nn
 from torch.fx import Node
 from torch.nn.modules.conv import _ConvNd
 
+from fastlayers.patching.capture.proxies import STATEMENT
 from fastlayers.patching.capture.recording import Recording
 from fastlayers.patching.capture.syntax import shown_statement
-from fastlayers.patching.capture.trace import STATEMENT
 from fastlayers.patching.ir.operations import Op
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.rules.base import GraphRule, Kind

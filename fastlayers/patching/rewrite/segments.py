@@ -29,8 +29,9 @@ from typing import Any
 from torch import nn
 
 from fastlayers.patching.capture.rebuild import arguments_source, execute_shown, rebuild, refuse_private_names
+from fastlayers.patching.capture.recording import Segment
 from fastlayers.patching.capture.syntax import Instrument, local_names, names_in, parse, tested_by_identity
-from fastlayers.patching.capture.trace import Segment, record_segment
+from fastlayers.patching.capture.trace import record_segment
 from fastlayers.patching.ir.known_functions import fused_rotary, is_rotary
 from fastlayers.patching.libraries.adapters import adapters, decorated, plain_forward
 from fastlayers.patching.reasons import Refusal

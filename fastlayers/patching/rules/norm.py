@@ -31,7 +31,7 @@ from fastlayers.patching.rules.matchers import (
     only_adds,
     options,
 )
-from fastlayers.patching.runtime import calls
+from fastlayers.patching.runtime import calls, norm_calls
 
 __all__ = [
     "ADD_NORMS",
@@ -90,7 +90,7 @@ def joined_norm(view: View, norm: Op, x: Any, residual: Any, inplace: bool = Fal
     mark = norm["fingerprint"]
     if mark is not None:
         return add_handwritten_norm(norm, mark, x, residual, inplace)
-    target = calls.add_layer_norm if norm.name == "layer_norm" else calls.add_rms_norm
+    target = norm_calls.add_layer_norm if norm.name == "layer_norm" else norm_calls.add_rms_norm
     return target, (x, residual), {**options(norm), **({"inplace": True} if inplace else {}), **casts(view, norm)}
 
 
@@ -105,7 +105,7 @@ def add_handwritten_norm(norm: Op, mark: Fingerprint, x: Any, residual: Any, inp
     weight = Attribute(f"{norm.child}.{mark.weight}") if mark.weight is not None else None
     args = (Attribute(str(norm.child)), x, residual, weight, Attribute(f"{norm.child}.{mark.eps}"))
     kwargs = {"inplace": inplace, "casting": body.casting, "same": body.same}
-    return calls.add_handwritten_norm, args, kwargs
+    return norm_calls.add_handwritten_norm, args, kwargs
 
 
 # -- a residual stream that a norm forks off --------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def find_forked_norm(name: str) -> Find:
 
 
 def find_cast_norm(name: str) -> Find:
-    target = calls.layer_norm if name == "layer_norm" else calls.rms_norm
+    target = norm_calls.layer_norm if name == "layer_norm" else norm_calls.rms_norm
 
     def find(view: View, node: Node) -> Iterator[Match | Refusal]:
         norm = view.op(node, name)
@@ -152,7 +152,7 @@ def find_channel_layer_norm(view: View, node: Node) -> Iterator[Match | Refusal]
     if norm is None or (norm.child is not None and not found):  # The child itself is rewritten.
         return
     x = norm["input"]
-    target = calls.channel_layer_norm if found else functional.channel_layer_norm
+    target = norm_calls.channel_layer_norm if found else functional.channel_layer_norm
     yield Match((*norm.parts, replace(norm, parts=())), target, (x,), {**options(norm), **found}, (x,))
 
 

@@ -21,58 +21,21 @@ from fastlayers import functional
 from fastlayers.modules.batch_norm import normalize
 from fastlayers.modules.group_norm import apply_instance_norm
 from fastlayers.ops import autocast, bias_act, glu, post_ops, reference, squeeze_excite
-from fastlayers.ops import layer_norm as norms
 from fastlayers.ops import linear as _linear
 from fastlayers.ops.activations import activation
-from fastlayers.ops.dispatch import broadcasts_to, is_plain
 from fastlayers.ops.elementwise import GPU_LEAST
+from fastlayers.ops.guard import is_plain
+from fastlayers.ops.layouts import broadcasts_to
 from fastlayers.ops.reference import LOW_PRECISION, autocasts
 from fastlayers.ops.split import parts
 from fastlayers.ops.squeeze_excite import Link
-from fastlayers.patching.runtime.checks import Casts, cast_dtype, plain
+from fastlayers.patching.runtime.checks import plain
 from fastlayers.patching.runtime.traits import draws, fresh
-
-__all__ = [
-    "add_handwritten_norm",
-    "add_layer_norm",
-    "add_relu_",
-    "add_relu_to_",
-    "add_rms_norm",
-    "addmm",
-    "alike",
-    "batch_norm",
-    "batch_norm_layer",
-    "channel_layer_norm",
-    "computes_norm",
-    "dropout_add",
-    "excite",
-    "gated",
-    "gated_linear",
-    "handwritten_activation",
-    "handwritten_norm",
-    "instance_norm_layer",
-    "is_pointwise",
-    "join",
-    "layer_norm",
-    "linear_act",
-    "linear_cross_entropy",
-    "mlp",
-    "nll_loss_of_log_softmax",
-    "permuted_scale_add",
-    "relu_add_",
-    "rms_norm",
-    "rotary_alone",
-    "scale_add",
-    "softmax_added",
-    "softmax_masked",
-    "softmax_scaled",
-    "squeeze",
-]
 
 MINUS_INFINITY = float("-inf")
 
 
-def _stays(overwritten: Tensor, other: Tensor) -> bool:
+def stays(overwritten: Tensor, other: Tensor) -> bool:
     """Whether ``written + other`` has the dtype and shape of ``overwritten``, as ``written += other`` keeps them."""
     same = isinstance(other, Tensor) and overwritten.dtype == other.dtype and not overwritten.is_nested
     return same and overwritten.shape == other.shape
@@ -96,19 +59,19 @@ def _fits(overwritten: Tensor, mask: Tensor, dtype: torch.dtype) -> bool:
 @fresh
 def add_relu_(x: Tensor, y: Tensor) -> Tensor:
     """relu of ``x += y``, where nothing else sees x."""
-    return functional.add_relu(x, y) if _stays(x, y) else torch.relu(x.add_(y))
+    return functional.add_relu(x, y) if stays(x, y) else torch.relu(x.add_(y))
 
 
 @fresh
 def relu_add_(x: Tensor, y: Tensor) -> Tensor:
     """``r = relu(x); r += y``, where nothing else sees r."""
-    return functional.relu_add(x, y) if _stays(x, y) else torch.relu(x).add_(y)
+    return functional.relu_add(x, y) if stays(x, y) else torch.relu(x).add_(y)
 
 
 @fresh
 def add_relu_to_(y: Tensor, x: Tensor) -> Tensor:
     """``y += relu(x)``, where nothing else sees y."""
-    return functional.relu_add(x, y) if _stays(y, x) else y.add_(torch.relu(x))
+    return functional.relu_add(x, y) if stays(y, x) else y.add_(torch.relu(x))
 
 
 @fresh
@@ -439,7 +402,7 @@ def join(normed: Tensor, residual: Tensor | None, act: str | None, overwritten: 
     if residual is None:
         return activation(act).function(normed)
     target, other = (residual, normed) if overwritten == "residual" else (normed, residual)
-    if act == "relu" and (overwritten is None or _stays(target, other)):
+    if act == "relu" and (overwritten is None or stays(target, other)):
         return functional.add_relu(target, other)
     return activation(act).function(target + other if overwritten is None else target.add_(other))
 
@@ -449,7 +412,7 @@ def batch_norm(
     x: Tensor, residual: Tensor, act: str | None = None, overwritten: str | None = None, **options: Any
 ) -> Tensor:
     """act(F.batch_norm(x, ...) + residual), with ``overwritten`` as for :func:`join`."""
-    if overwritten is not None and not _stays(x, residual):
+    if overwritten is not None and not stays(x, residual):
         return join(functional.batch_norm(x, **options), residual, act, overwritten)
     return functional.batch_norm(x, **options, residual=residual, act=act)
 
@@ -459,7 +422,7 @@ def batch_norm_layer(
     layer: _BatchNorm, x: Tensor, residual: Tensor | None = None, act: str | None = None, overwritten: str | None = None
 ) -> Tensor:
     """act(layer(x) + residual), with the updates that a BatchNorm layer makes to its running statistics."""
-    if overwritten is not None and residual is not None and not _stays(x, residual):
+    if overwritten is not None and residual is not None and not stays(x, residual):
         return join(normalize(layer, x), residual, act, overwritten)
     return normalize(layer, x, residual, act)
 
@@ -470,94 +433,6 @@ def instance_norm_layer(layer: _InstanceNorm, x: Tensor, act: str) -> Tensor:
     if x.dim() == layer._get_no_batch_dim() + 1 and x.shape[1] == layer.num_features:
         return apply_instance_norm(layer, x, act)
     return activation(act).function(layer(x))
-
-
-def _low_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The two in the order in which kernels take a float32 and a 16-bit tensor.
-
-    torch adds tensors in other layouts, and the first one determines the layout of the sum.
-    """
-    if (
-        residual is not None
-        and x.dtype is torch.float32
-        and residual.dtype in LOW_PRECISION
-        and x.shape == residual.shape
-        and x.is_contiguous()
-        and residual.is_contiguous()
-    ):
-        return residual, x
-    return x, residual
-
-
-def layer_norm(
-    x: Tensor,
-    casts: Casts,
-    *,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    """F.layer_norm in the dtype to which autocast casts the result."""
-    return norms.layer_norm(x, normalized_shape, weight, bias, eps, cast_dtype(casts, x, weight))
-
-
-def rms_norm(x: Tensor, casts: Casts, weight: Tensor | None = None, **options: Any) -> Tensor:
-    """F.rms_norm in the dtype to which autocast casts the result."""
-    return functional.rms_norm(x, weight=weight, **options, dtype=cast_dtype(casts, x, weight))
-
-
-def channel_layer_norm(x: Tensor, casts: Casts, weight: Tensor | None = None, **options: Any) -> Tensor:
-    """layer_norm of an image over its channels, in the dtype to which autocast casts the result."""
-    return functional.channel_layer_norm(x, weight, **options, dtype=cast_dtype(casts, x, weight))
-
-
-@fresh
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    inplace: bool = False,
-    casts: Casts | None = None,
-    *,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> tuple[Tensor, Tensor]:
-    """(F.layer_norm(s, ...), s) for s = x + residual, which overwrites x if ``inplace``; without a residual s is x."""
-    rest = normalized_shape, weight, bias, eps, cast_dtype(casts, x, residual, weight)
-    return _add_norm(norms.add_layer_norm, norms.layer_norm, x, residual, inplace, rest)
-
-
-@fresh
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    inplace: bool = False,
-    casts: Casts | None = None,
-    *,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    casting: str = "torch",
-) -> tuple[Tensor, Tensor]:
-    """(F.rms_norm(s, ...), s) for s = x + residual, which overwrites x if ``inplace``; without a residual s is x."""
-    rest = normalized_shape, weight, eps, casting, cast_dtype(casts, x, residual, weight)
-    return _add_norm(norms.add_rms_norm, norms.rms_norm, x, residual, inplace, rest)
-
-
-def _add_norm(
-    add_norm: Callable[..., tuple[Tensor, Tensor]],
-    norm: Callable[..., Tensor],
-    x: Tensor,
-    residual: Tensor | None,
-    inplace: bool,
-    rest: tuple[Any, ...],
-) -> tuple[Tensor, Tensor]:
-    if inplace and residual is not None and not _stays(x, residual):
-        x = x.add_(residual)
-        return norm(x, *rest), x
-    return add_norm(*_low_first(x, residual), *rest)
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------
@@ -625,59 +500,3 @@ def linear_cross_entropy(
         logits, target.reshape(-1) if flat_target else target, class_weight, size_average, ignore_index, reduce,
         reduction, label_smoothing,
     )  # fmt: skip
-
-
-# -- handwritten norms: ir.fingerprints --------------------------------------------------------------------------------
-
-
-def computes_norm(x: Any, weight: Tensor | None, *, casting: str | None, same: bool) -> bool:
-    """Whether a handwritten norm equals the fused norm of its casting order for this x and weight.
-
-    Args:
-        x: the input. It is not float64, since these forwards cast to float32.
-        weight: the weight, which has the last dimension only.
-        casting: as for :func:`handwritten_norm`. torch's norms follow autocast, elementwise code does not.
-        same: whether x and weight must have the same dtype.
-    """
-    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, *LOW_PRECISION):
-        return False
-    if casting in (None, "torch") and x.dtype != torch.float32 and autocasts(x.device.type):
-        return False
-    return weight is None or (weight.shape == x.shape[-1:] and (not same or weight.dtype == x.dtype))
-
-
-def handwritten_norm(x: Tensor, weight: Tensor | None, eps: float, casting: str | None) -> Tensor:
-    """RMSNorm over the last dimension in a casting order; LayerNorm without a bias if that is None."""
-    if casting is None:
-        return functional.layer_norm(x, x.shape[-1:], weight, None, eps)
-    return functional.rms_norm(x, x.shape[-1:], weight, eps, casting=casting)
-
-
-@fresh
-def add_handwritten_norm(
-    layer: nn.Module,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    inplace: bool,
-    casting: str | None,
-    same: bool,
-) -> tuple[Tensor, Tensor]:
-    """(layer(s), s) for s = x + residual, where the layer is a handwritten norm; without a residual s is x."""
-    if residual is None and not computes_norm(x, weight, casting=casting, same=same):
-        return layer(x), x
-    if residual is not None and not (
-        isinstance(residual, Tensor)
-        and x.shape == residual.shape
-        and (x.dtype == residual.dtype if inplace or same else residual.dtype in (torch.float32, *LOW_PRECISION))
-        and computes_norm(x, weight, casting=casting, same=same)
-    ):
-        s = x.add_(residual) if inplace else x + residual
-        return layer(s), s
-    shape = x.shape[-1:]
-    x, residual = _low_first(x, residual)
-    if casting is None:
-        return functional.add_layer_norm(x, residual, shape, weight, None, eps)
-    return functional.add_rms_norm(x, residual, shape, weight, eps, casting=casting)

@@ -19,7 +19,8 @@ from torch.nn.modules.module import (
 )
 
 from fastlayers import backends
-from fastlayers.ops.dispatch import PLAIN, is_plain, sees_functions
+from fastlayers.ops.guard import PLAIN, is_plain
+from fastlayers.ops.modes import sees_functions
 from fastlayers.patching.reasons import PatchError
 
 __all__ = [

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from fastlayers import functional
-from fastlayers.ops import autocast, convolution, dispatch, post_ops
+from fastlayers.ops import autocast, convolution, guard, post_ops
 from fastlayers.ops.activations import NORM_CODES, activation
 from fastlayers.ops.batch_norm import FAMILY
 from fastlayers.ops.convolution_norm import convolution_norm
@@ -54,7 +54,7 @@ def layer_and_more(
 
     An in-place sum overwrote the ``overwritten`` operand: "norm", which is the layer's result, or "residual".
     """
-    if not adds_bias(layer, x, weight, bias) or dispatch.wants_gradient(residual):
+    if not adds_bias(layer, x, weight, bias) or guard.wants_gradient(residual):
         fused = (
             None if residual is None and act is None else post_ops.convolution(layer, x, weight, bias, residual, act)
         )
@@ -153,7 +153,7 @@ def adds_bias(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) 
     """Whether the fused kernel adds the bias. torch adds the bias of a linear layer in the matrix product."""
     if bias is None or not x.is_cuda or isinstance(layer, nn.Linear) or x.dim() != weight.dim():
         return False
-    if torch.compiler.is_compiling() or dispatch.wants_gradient(x, weight, bias) or not dispatch.is_plain(bias):
+    if torch.compiler.is_compiling() or guard.wants_gradient(x, weight, bias) or not guard.is_plain(bias):
         return False
     if bias.dtype is not weight.dtype and not torch.is_autocast_enabled("cuda"):  # torch's error
         return False
@@ -162,4 +162,4 @@ def adds_bias(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 def takes(y: Tensor, residual: Tensor) -> bool:
     """Whether the kernel can add a residual to y: torch would neither promote nor expand one of them."""
-    return dispatch.is_plain(residual) and alike(y, residual) and residual.device == y.device
+    return guard.is_plain(residual) and alike(y, residual) and residual.device == y.device

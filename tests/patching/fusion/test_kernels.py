@@ -25,7 +25,8 @@ from fastlayers.kernels import generated
 from fastlayers.kernels.affine import Index
 from fastlayers.kernels.generated import FAST, FORMULAS, Kernel, balanced
 from fastlayers.patching.fusion import kernels as fusion
-from fastlayers.patching.fusion.fusable import rounded_later
+from fastlayers.patching.fusion import schedule
+from fastlayers.patching.fusion.kernels import rounded_later
 from fastlayers.patching.fusion.passes import fused
 from fastlayers.patching.program.executors import KEYS, Facts, PythonExecutor, excluding
 from fastlayers.patching.program.program import Operation, Value, plain_name, written
@@ -243,7 +244,7 @@ def test_repeats(device, monkeypatch):
     # torch writes each copy through a strided view: a large one is worth a kernel by itself.
     _, other = check(lambda x: x.detach().repeat(2, 2, 2), x)
     assert type(other.forward[0].function) is not Kernel
-    monkeypatch.setattr(fusion, "COLUMNS", 1)
+    monkeypatch.setattr(schedule, "COLUMNS", 1)
     _, other = check(lambda x: x.detach().repeat(2, 2, 2), x)
     assert type(other.forward[0].function) is Kernel
 

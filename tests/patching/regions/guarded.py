@@ -7,6 +7,7 @@ import functools
 import linecache
 import logging
 import types
+from typing import ClassVar
 
 import numpy as np  # noqa: F401  (sources name it)
 import torch
@@ -91,6 +92,7 @@ class Body(nn.Module):
     """Enough operations for a region."""
 
     kind = 2.0
+    kinds: ClassVar = {"a": 2.0}
 
     def __init__(self, **attributes):
         super().__init__()
@@ -102,6 +104,10 @@ class Body(nn.Module):
 
     def middle(self, x):
         return self.body(x) * 2
+
+    @property
+    def factor(self):
+        return self.number
 
 
 class Middle(Body):

@@ -48,7 +48,8 @@ def failing(error):
 )
 @pytest.mark.parametrize(
     "place",
-    ["capture.reads.Watch.fake", "capture.reads.Watch.read", "capture.reads.Watch.kind", "regions.readers.places",
+    ["capture.fake_run.FakeRun.fake", "capture.fake_run.FakeRun.read", "capture.fake_run.FakeRun.kind",
+     "regions.readers.places",
      "regions.region.Reader", "regions.region.agree", "program.tape.Tape.program", "capture.trace.Trace.record",
      "capture.trace.Trace.constant", "capture.trace.Trace.run_segment", "capture.trace.Trace.run_child"],
 )  # fmt: skip

@@ -84,6 +84,12 @@ CHANGES = {
         "super().middle(F.gelu(x))", {"base": Middle},
         lambda m: patch.object(Middle, "middle", lambda self, x: x * 9, create=True),
     ),
+    "what a property reads, for super()": (
+        "F.gelu(x) * super().factor", {"number": 2.0}, lambda m: setattr(m, "number", 9.0),
+    ),
+    "what a dict of a class has, for super()": (
+        "F.gelu(x) * super().kinds['a']", {}, lambda m: patch.dict(Body.kinds, a=9.0),
+    ),
     "a global that hides a built-in function": (
         "F.gelu(x) * max(1.0, 2.0)", {}, lambda m: globals_of(m).update(max=lambda *args: 9.0),
     ),
@@ -189,7 +195,11 @@ def test_a_later_change_is_honoured(what, trains, op_by_op, ran):
                 agree(stock, patched)
 
 
-@pytest.mark.parametrize("what", [what for what in CHANGES if what not in ("a number of another type", *REFUSED[:-1])])
+#: Changes that a graph does not see, or does not mind.
+UNSEEN = ("a number of another type", *REFUSED[:-1])
+
+
+@pytest.mark.parametrize("what", [what for what in CHANGES if what not in UNSEEN])
 def test_a_graph_sees_the_change(what):
     result, attributes, change = CHANGES[what]
     for is_patched in (False, True):

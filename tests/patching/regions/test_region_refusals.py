@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastlayers.ops import dispatch
+from fastlayers.ops import raw_ops
 from fastlayers.patching.program.executors import Facts, executor_class
 from fastlayers.patching.program.tape import Tape
 from fastlayers.patching.reasons import Refusal
@@ -327,13 +327,13 @@ class Twice(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, scale):
-        doubled, *_ = dispatch.observable(twice)(x, [scale, None], 2)
+        doubled, *_ = raw_ops.observable(twice)(x, [scale, None], 2)
         ctx.save_for_backward(doubled)
         return doubled
 
     @staticmethod
     def backward(ctx, dy):
-        doubled, rest, none = dispatch.observable(twice)(dy, [ctx.saved_tensors[0], dy], 2)
+        doubled, rest, none = raw_ops.observable(twice)(dy, [ctx.saved_tensors[0], dy], 2)
         assert none is None
         return doubled + 0 * rest, None
 
@@ -386,9 +386,9 @@ def test_a_kernel_of_ours_is_seen():
 
     x = torch.ones(4)
     tape = Tape([x], [])
-    with dispatch.observed(tape.kernel), tape:
-        y = dispatch.observable(double)(x) + 1
-    assert dispatch.observable(double) is double
+    with raw_ops.observed(tape.kernel), tape:
+        y = raw_ops.observable(double)(x) + 1
+    assert raw_ops.observable(double) is double
     program = tape.program(len(tape.operations), [tape.name(y)], [], [])
     (result,), kept = executor_class()(program, Facts()).forward(x * 3)
     assert torch.equal(result, torch.full((4,), 7.0))
@@ -398,8 +398,8 @@ def test_a_kernel_of_ours_is_seen():
 
 def test_a_kernel_of_ours_does_not_keep_who_saw_it():
     tape = Tape([torch.ones(4)], [])
-    with dispatch.observed(tape.kernel):
-        seen = dispatch.observable(torch.neg)
+    with raw_ops.observed(tape.kernel):
+        seen = raw_ops.observable(torch.neg)
     known = ref(tape)
     del tape
     gc.collect()

@@ -12,7 +12,8 @@ from torch import nn
 
 from fastlayers import patch_model, patch_report, plan_patch
 from fastlayers.patching import Match, Reason, View
-from fastlayers.patching.capture.trace import Given, record
+from fastlayers.patching.capture.recording import Given
+from fastlayers.patching.capture.trace import record
 from fastlayers.patching.rules import GRAPH_RULES
 
 NORMS = "a batch_norm, group_norm, instance_norm, linear layer with a bias"

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastlayers.ops.dispatch import is_dtensor, is_plain, must_decompose
+from fastlayers.ops.guard import is_dtensor, is_plain, must_decompose
 from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
 from fastlayers.patching.capture.syntax import local_names, parse
 from fastlayers.patching.libraries.adapters import RewrittenModel
@@ -75,7 +75,7 @@ def attention_mask(library: Library, create: Any, counted: Any, *args: Any, **kw
         counted: position ids that the method counted up itself; None if they were given.
         args, kwargs: the arguments of that call.
     """
-    # An exported or traced graph serves all lengths, and some need the mask. It reads the flag as ops.dispatch does.
+    # An exported or traced graph serves all lengths, and some need the mask. It reads the flag as ops.guard does.
     if torch.compiler.is_compiling():
         for_every_length = torch.compiler._is_exporting_flag
     else:

@@ -10,11 +10,12 @@ and passes them to ``self.loss_function``,
         loss = self.loss_function(logits, labels, ...)
     return CausalLMOutputWithPast(loss=loss, logits=logits, ...)
 
-a call with labels uses :class:`DeferredLogits` instead of the logits. The loss is computed from them chunk by chunk,
-and the output has logits that are computed when somebody uses them (:mod:`fastlayers.patching.runtime.lazy`), or None
-in a training step that is compiled. Every other call computes the logits as before. The same applies if a masked
-language model uses ``loss_fct = CrossEntropyLoss()``, if the layer is the last one of a head like BERT's, and if a flag
-of the model chooses the head: the forward is changed for calls that find the flag as it is now.
+a call with labels uses ``DeferredLogits`` of :mod:`fastlayers.patching.libraries.transformers.deferred_logits`, not
+the logits. The loss is computed from them chunk by chunk, and the output has logits that are computed when somebody
+uses them (:mod:`fastlayers.patching.runtime.lazy`), or None in a training step that is compiled. Every other call
+computes the logits as before. The same applies if a masked language model uses ``loss_fct = CrossEntropyLoss()``, if
+the layer is the last one of a head like BERT's, and if a flag of the model chooses the head: the forward is changed for
+calls that find the flag as it is now.
 
 ``model.loss_function`` is a property of the generated class: nothing is set on the model, and nothing of transformers
 changes. The function is compiled again too, with a fused ``fixed_cross_entropy``. If the user sets another one, that is
@@ -30,29 +31,30 @@ import operator
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from fastlayers import functional
-from fastlayers.modules import FusedCrossEntropyLoss
-from fastlayers.ops.dispatch import is_dtensor
-from fastlayers.ops.head import autocast_dtype
-from fastlayers.ops.reference import LOW_PRECISION, autocasts
 from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
 from fastlayers.patching.capture.syntax import parse
 from fastlayers.patching.ir.known_functions import canonical, source_of
 from fastlayers.patching.libraries.adapters import RewrittenModel
-from fastlayers.patching.libraries.heads import find, is_known
+from fastlayers.patching.libraries.heads import is_known
+from fastlayers.patching.libraries.transformers.deferred_logits import (
+    DeferredLogits,
+    Split,
+    defer,
+    fixed_cross_entropy,
+    fused_loss,
+    later,
+    token_loss,
+    with_logits_in_tuples,
+)
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.runtime import checks
 from fastlayers.patching.runtime.checks import hooked, original_class
-from fastlayers.patching.runtime.lazy import Head, LazyTensor, Link, Recipe, can_be_lazy, lazy
 
 __all__ = ["fuse_losses", "is_same", "pretrained_model", "stored"]
 
@@ -60,180 +62,6 @@ __all__ = ["fuse_losses", "is_same", "pretrained_model", "stored"]
 def pretrained_model() -> type[nn.Module] | None:
     """The base class of all models of transformers, if it is loaded."""
     return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-
-
-#: Logits of an evaluation, in float32, that are computed at once: bytes on a CPU, and the part of a GPU's memory.
-MOST_ON_A_CPU, SMALL_PART = 2**31, 1 / 16
-#: Devices whose autocast computes losses in float32.
-DEVICES = ("cuda", "cpu")
-
-
-# -- what a patched model computes ------------------------------------------------------------------------------------
-
-
-class DeferredLogits(NamedTuple):
-    """The logits of a layer, not computed for the loss: softcap·tanh(scale·head(hidden)/softcap).
-
-    ``adapted`` is what each adapter of the layer makes of the hidden states, ``link`` what connects the logits of the
-    output with the loss.
-    """
-
-    hidden: Tensor
-    head: Head
-    scale: float
-    softcap: float | None
-    adapted: tuple[Tensor, ...] = ()
-    link: Link | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.hidden.device
-
-    @property
-    def rows(self) -> Tensor:
-        """The hidden states in the dtype that the layer computes in."""
-        rows = self.hidden.reshape(-1, self.hidden.shape[-1])
-        return rows if self.head.dtype is None else rows.to(self.head.dtype)
-
-    def compute(self) -> Tensor:
-        logits = self.head.product(self.hidden, self.adapted, *self.head.tensors) * self.scale
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
-
-    def view(self, rows: int, columns: int) -> DeferredLogits | Tensor:
-        """The logits as rows, as a loss takes them."""
-        return self if columns == self.head.classes else self.compute().view(rows, columns)
-
-    def cross_entropy(self, target: Tensor, **options: Any) -> Tensor:
-        rows, bias = self.rows, self.head.bias
-        if target.is_floating_point():  # probabilities, of which none is ignored
-            options.pop("ignore_index", None)
-        of_logits = functools.partial(self.of_logits, target, **options)
-        options |= {"softcap": self.softcap, "logit_scale": self.scale, "low_rank": self.low_rank(rows)}
-        if bias is not None and self.head.dtype is not None:
-            bias = bias.to(self.head.dtype)
-        loss = functional.linear_cross_entropy(rows, self.head.weight, target, linear_bias=bias, **options)
-        if self.link is None or not loss.requires_grad:
-            return loss
-        return self.link.loss(loss, of_logits, self.hidden, *self.adapted, *self.head.tensors)
-
-    @staticmethod
-    def of_logits(target: Tensor, logits: Tensor, **options: Any) -> Tensor:
-        """:meth:`cross_entropy` of logits that were computed."""
-        return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), target, **options)
-
-    def low_rank(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The products of all adapters as one. Adapters in 16 bits beside a layer in another dtype are cast to that."""
-        if not self.adapted:
-            return None
-        pairs = list(zip(self.adapted, self.head.thin, strict=True))
-        x, thin = pairs[0] if len(pairs) == 1 else (torch.cat(factors, -1) for factors in zip(*pairs, strict=True))
-        x = x.reshape(-1, x.shape[-1])
-        if autocasts(rows.device.type) or thin.dtype is torch.float32:
-            return x, thin
-        return x.to(rows.dtype), thin.to(rows.dtype)
-
-
-Logits: TypeAlias = Tensor | DeferredLogits
-
-
-class DeferringCrossEntropyLoss(FusedCrossEntropyLoss):
-    """Replaces ``CrossEntropyLoss()`` in a forward; it takes deferred logits too."""
-
-    def forward(self, input: Logits, target: Tensor) -> Tensor:
-        if not isinstance(input, DeferredLogits):
-            return super().forward(input, target)
-        loss = input.cross_entropy(target, ignore_index=self.ignore_index)
-        # As of logits in the dtype of the hidden states, also if the layer computes in another one.
-        return loss if autocasts(input.device.type) else loss.to(input.hidden.dtype)
-
-
-@dataclass(frozen=True)
-class Split:
-    """A head that ends with a child: the name of the child, and the function that computes its argument."""
-
-    child: str
-    argument: Callable[[nn.Module, Tensor], Tensor]
-
-
-def defer(
-    model: nn.Module,
-    loss: Any,
-    head: nn.Module,
-    known: tuple[Any, dict[type[nn.Module], Split]],
-    hidden: Tensor,
-    scale: Any,
-    softcap: Any,
-) -> DeferredLogits | None:
-    """The deferred logits of ``head`` if their loss can be computed without them; None if they must be computed.
-
-    ``known`` is the loss function that takes them, besides torch's, and the heads that end with a child.
-    """
-    ours, splits = known
-    trains = model.training and torch.is_grad_enabled()
-    if not ((loss is ours or loss is nn.CrossEntropyLoss) and (trains or can_be_lazy())):
-        return None
-    arguments = []
-    while (split := splits.get(original_class(head))) is not None:
-        if not checks.plain(head, original_class(head)) or not checks.no_hooks(head):
-            return None
-        arguments.append((split.argument, head))
-        head = head._modules[split.child]  # type: ignore[assignment]
-    if type(hidden) is not Tensor or hidden.device.type not in DEVICES:
-        return None
-    found = find(head, hidden)
-    if found is not None and not torch.is_grad_enabled() and fits(hidden, found.head.classes):
-        return None  # Evaluation uses its logits, and keeps nothing for a backward.
-    if found is None or not isinstance(scale, int | float):
-        return None
-    if not (softcap is None or (isinstance(softcap, int | float) and softcap > 0)):
-        return None
-    for argument, outer in arguments:
-        hidden = argument(outer, hidden)
-    adapted = tuple(adapter(hidden) for adapter in found.adapters)
-    link = Link() if torch.is_grad_enabled() and can_be_lazy() else None
-    return DeferredLogits(hidden, found.head, float(scale), softcap, adapted, link)
-
-
-def fits(hidden: Tensor, classes: int) -> bool:
-    """Whether logits in float32 take a small part of the memory of a device."""
-    logits = 4 * classes * (hidden.numel() // max(hidden.shape[-1], 1))
-    if not hidden.is_cuda:
-        return logits <= MOST_ON_A_CPU
-    return logits <= torch.cuda.get_device_properties(hidden.device).total_memory * SMALL_PART
-
-
-def later(logits: DeferredLogits, finish: Callable[[Tensor], Tensor], name: str) -> Tensor | None:
-    """The logits of an output whose loss was computed from deferred ones; ``name`` is that of the head."""
-    if not can_be_lazy():
-        return None
-    recipe = Recipe(logits.head, name, finish, autocast_dtype(logits.hidden))
-    made = lazy(recipe, (logits.hidden, *logits.adapted))
-    if logits.link is not None and isinstance(made, LazyTensor):
-        made.link, logits.link.recipe = logits.link, recipe
-        logits.link.given = (logits.hidden, *logits.adapted, *logits.head.tensors)
-    return made
-
-
-def float32_result(x: Tensor) -> Any:
-    """A context in which a loss of 16-bit logits is float32: autocast to the dtype that they already have."""
-    kind = x.device.type
-    if x.dtype not in LOW_PRECISION or autocasts(kind):
-        return nullcontext()
-    return torch.autocast(kind, x.dtype)
-
-
-def divided(loss: Tensor, count: Tensor | float | None) -> Tensor:
-    """A sum divided by the number of items; a mean, which has no such number, as it is."""
-    if count is None:
-        return loss
-    return loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
-
-
-def fused_loss(present: Any) -> Any:
-    """The fused function for a loss that a forward names; any other function itself."""
-    if present is nn.CrossEntropyLoss:
-        return DeferringCrossEntropyLoss
-    return functional.cross_entropy if present is F.cross_entropy else present
 
 
 # -- transformers' loss functions -------------------------------------------------------------------------------------
@@ -248,39 +76,6 @@ def fixed_cross_entropy(source, target, num_items_in_batch=None, ignore_index=-1
         loss = loss / num_items_in_batch
     return loss
 """
-
-
-def fixed_cross_entropy(
-    source: Tensor,
-    target: Tensor,
-    num_items_in_batch: Tensor | float | None = None,
-    ignore_index: int = -100,
-    **kwargs: Any,
-) -> Tensor:
-    """The function of that name in transformers, which the losses of classifiers call."""
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    loss = functional.cross_entropy(source, target, ignore_index=ignore_index, reduction=reduction)
-    return divided(loss, num_items_in_batch)
-
-
-def token_loss(
-    source: Logits,
-    target: Tensor,
-    num_items_in_batch: Tensor | float | None = None,
-    ignore_index: int = -100,
-    **kwargs: Any,
-) -> Tensor:
-    """:func:`fixed_cross_entropy` of logits as if they were float32, without a copy of them in float32."""
-    if isinstance(source, DeferredLogits):
-        scores, cross_entropy = source.rows, source.cross_entropy
-    else:
-        kept = (type(source) is Tensor or is_dtensor(source)) and source.device.type in DEVICES
-        scores = source if kept else source.float()
-        cross_entropy = functools.partial(functional.cross_entropy, scores)
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    with float32_result(scores):
-        loss = cross_entropy(target, ignore_index=ignore_index, reduction=reduction)
-    return divided(loss.float(), num_items_in_batch)
 
 
 def known_loss(function: Any) -> tuple[Any, bool]:
@@ -793,18 +588,3 @@ def split_of(cls: type[nn.Module]) -> Split | None:
         return Split(owner.attr, rebuild(forward, tree, {})[0])
     except Refusal:
         return None
-
-
-def with_logits_in_tuples(forward: types.FunctionType, fused: types.FunctionType) -> Any:
-    """The fused forward; the original one for calls that return a tuple.
-
-    A tuple would leave out logits that are None, and shift the other outputs.
-    """
-
-    @functools.wraps(forward)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("return_dict")
-        chosen = fused if (self.config.return_dict if given is None else given) else forward
-        return chosen(self, *args, **kwargs)
-
-    return call

@@ -67,7 +67,7 @@ def test_when_the_logits_are_computed_with_the_loss(monkeypatch):
     with torch.no_grad():  # A weight average may be swapped out by the time that they are used.
         assert not is_lazy(model(**given).logits)
         assert not is_lazy(model(**ids).logits)
-        monkeypatch.setattr("fastlayers.patching.libraries.transformers.loss_functions.MOST_ON_A_CPU", 0)
+        monkeypatch.setattr("fastlayers.patching.libraries.transformers.deferred_logits.MOST_ON_A_CPU", 0)
         assert is_lazy(model(**given).logits)
         monkeypatch.undo()
     assert is_lazy(model.eval()(**given).logits)
@@ -473,7 +473,7 @@ def test_classifiers(options, labels):
 
 
 def test_the_loss_of_a_classifier_goes_through_the_fused_one(monkeypatch):
-    from fastlayers.patching.libraries.transformers import loss_functions as language_models
+    from fastlayers.patching.libraries.transformers import deferred_logits as language_models
 
     model = patch_model(classifier("ViTForImageClassification", num_labels=5))
     inputs = torch.randn(3, 3, 8, 8), torch.tensor([1, 4, 0])
