@@ -210,7 +210,8 @@ def note_containers(value: Any, found: dict[int, Any], depth: int = 4) -> None:
     """Add the lists, dicts and sets in a value, those of the attributes of objects among them."""
     if isinstance(value, (nn.Module, Tensor, type, types.FunctionType, types.ModuleType)) or not depth:
         return
-    if package(type(value)) in ("logging", "threading", "torch", "weakref"):  # They have caches of their own.
+    # They have caches of their own, and regions count calls.
+    if package(type(value)) in ("fastlayers", "logging", "threading", "torch", "weakref"):
         return
     if isinstance(value, functools.partial):
         value = [value.func, value.args, value.keywords]

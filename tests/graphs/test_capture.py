@@ -13,7 +13,9 @@ from torch import nn
 import fastlayers
 from fastlayers.graphs import module as graphs_module
 from fastlayers.graphs.state import Counter, Generators, State
+from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.results import Taken, put_together, take_apart
+from fastlayers.patching.regions.stand_ins import stand_in
 from tests.graphs.networks import (
     Block,
     Net,
@@ -369,3 +371,28 @@ def test_views_among_results():
     copies = [t.clone() for t in taken]
     assert_equal(put_together(parts, copies), value)
     assert put_together(parts, copies)["again"].data_ptr() == copies[0].data_ptr()
+
+
+def test_a_state_holds_while_regions_run(monkeypatch):
+    """They count their calls, in objects that the classes of patched modules have."""
+    monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
+
+    class Kinds(nn.Module):
+        kinds = {"a": 2.0}  # noqa: RUF012
+
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x):
+            return torch.sin(self.norm(x) * self.kinds["a"]).cos()
+
+    model = fastlayers.patch_model(nn.Sequential(Kinds(), Kinds()))
+    for _ in range(3):
+        model(torch.randn(2, 8)).sum().backward()
+    states = State(model, torch.device("cpu")), State(stand_in(model, lambda t: t), torch.device("cpu"))
+    for rows in (2, 3, 3, 3):
+        model(torch.randn(rows, 8)).sum().backward()
+    assert [state.same_python() for state in states] == [True, True]
+    monkeypatch.setitem(Kinds.kinds, "a", 3.0)
+    assert [state.same_python() for state in states] == [False, False]

@@ -197,7 +197,7 @@ def test_a_derivative_after_a_change_elsewhere(monkeypatch):
 @gpu
 def test_a_derivative_while_another_thread_calls():
     """The forward that runs again leaves the module alone."""
-    stock, graphed = pair(lambda: nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8)))
+    stock, graphed = pair(lambda: Scaled().layers)
     x, wanted = rows(), parameters(graphed)
     expected = torch.autograd.grad(stock(x).square().sum(), parameters(stock))
     with ThreadPoolExecutor(2) as pool:
@@ -297,7 +297,7 @@ def test_memory_that_is_written_over_is_seen(checked, monkeypatch):
     y = graphed(rows()).square().sum()
     torch.autograd.grad(y, parameters(graphed), retain_graph=True)
     monkeypatch.setattr(Call, "restore", lambda call: None)
-    with pytest.raises(AssertionError, match="gradients of a Scaled, number"):
+    with pytest.raises(AssertionError, match=r"gradients of a Scaled.*, number"):
         torch.autograd.grad(y, parameters(graphed))
 
 
@@ -312,5 +312,5 @@ def test_a_replay_that_differs_is_seen(checked):
 
     _, graphed = pair(Reads)
     outside = torch.zeros(8, device="cuda", dtype=torch.float64)
-    with pytest.raises(AssertionError, match="results of a Reads, number 0, of a replay and of the call op by op"):
+    with pytest.raises(AssertionError, match=r"results of a Reads.*, number 0, of a replay and of the call op by op"):
         graphed(rows())

@@ -80,7 +80,7 @@ def check(x, act=0, residual=None, parameters=None, running=None, training=True,
         assert torch.equal(mean, before[0])
         assert torch.equal(var, before[1])
     assert_close(y, expected.detach(), x.dtype, z.abs().max().item())
-    dense, _ = globals()["channels"].dense(x)
+    dense, _ = image_geometry.dense(x)
     assert layout_of(y) == layout_of(dense)
     other = [d for d in range(x.dim()) if d != 1]
     used = torch.stack(

@@ -99,8 +99,7 @@ def test_the_modules_inside_of_a_region_wait_for_nothing(net):
     assert report["0"].region is None
 
 
-def test_other_signatures_and_modes(net, monkeypatch):
-    monkeypatch.setattr("fastlayers.patching.regions.region.FREE", 8)
+def test_other_signatures_and_modes(net):
     train(net, 3)
     train(net, 3, 4, 8, 16)
     with torch.no_grad():
@@ -133,6 +132,8 @@ def test_why_calls_run_op_by_op(call, reason, detail, monkeypatch):
 
     model, x = patch_model(Scaled()), torch.randn(2, 8, 16)
     monkeypatch.setattr("fastlayers.patching.regions.region.CALLS", 1)
+    for name in ("region", "rows"):
+        monkeypatch.setattr(f"fastlayers.patching.regions.{name}.FREE", 2)
     for i in [*range(4), 3]:
         call(model, x, i)
     assert (reason, detail) in patch_report(model)[""].region.op_by_op

@@ -98,10 +98,10 @@ __all__ = [
 CALLS = 2
 #: Recordings for alike modules, after which each further one has to be asked for twice as often as the one before: what
 #: keeps changing rarely comes again. 240 steps of a Llama with 3 layers and batches of 104 lengths took 1.6x of stock's
-#: time on a CPU when each length was recorded at its second call, and 1.06x like this.
-FREE = 2
+#: time on a CPU when each length was recorded at its second call, and 1.13x like this.
+FREE = 8
 #: Calls that pay for a recording, so that it does not count any more.
-PAYING = 100
+PAYING = 20
 #: Recordings for alike modules inside of a checkpoint, where the first call is recorded.
 MAX_RECORDINGS = 32
 #: Calls that are remembered as seen.

@@ -260,6 +260,7 @@ def test_blocks_that_differ_in_a_number_share_their_class(runs):
 
 def test_shapes_that_keep_changing_are_recorded_ever_later(runs, monkeypatch):
     """The fourth one at its second call, the fifth at its fourth, and so on."""
+    monkeypatch.setattr(regions, "FREE", 2)
     module = Block()
     region = in_regions(module)
     for number, calls in enumerate((1, 1, 1, 2, 4, 8), start=1):
@@ -275,7 +276,8 @@ def test_shapes_that_keep_changing_are_recorded_ever_later(runs, monkeypatch):
     assert runs == [True]
 
 
-def test_alike_layers_share_what_changing_shapes_may_cost(runs):
+def test_alike_layers_share_what_changing_shapes_may_cost(runs, monkeypatch):
+    monkeypatch.setattr(regions, "FREE", 2)
     known = {}
     stock = [Block() for _ in range(4)]
     layers = [in_regions(block, known) for block in stock]
