@@ -634,7 +634,7 @@ class Region:
 
 def kind_of(reader: Reader, values: tuple[Any, ...], tensors: Sequence[Tensor]) -> Any:
     """What alike modules have in common, of which one's recording may serve the others."""
-    return reader, values, tuple(t.shape for t in tensors)
+    return reader, values, tuple(getattr(t, "shape", None) for t in tensors)  # None is read where others have a tensor.
 
 
 def place_of(cls: type[nn.Module]) -> str:

@@ -287,6 +287,28 @@ def test_alike_layers_share_what_changing_shapes_may_cost(runs, monkeypatch):
     assert runs == [*[True, False, False, False] * 3]  # not once more by each layer
 
 
+class Masked(nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x):
+        y = torch.sin(self.linear(x)).cos()
+        return y if self.mask is None else y + self.mask
+
+
+def test_layers_of_one_class_with_and_without_a_buffer(runs):
+    """As the blocks of a Swin have an attention mask or None."""
+    known = {}
+    stock = [Masked(mask) for mask in (torch.randn(16), None, torch.randn(16), None)]
+    layers = [in_regions(block, known) for block in stock]
+    for _ in range(2):
+        for module, region in zip(stock, layers, strict=True):
+            same(module, region, tokens(2, 3, 16))
+    assert runs == [True, True, *[False] * 6]
+
+
 def test_many_layers_of_one_class(runs):
     """Each has its own widths."""
     known = {}
