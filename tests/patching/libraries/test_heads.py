@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastlayers.patching import patch_model
-from fastlayers.patching.libraries.transformers import loss_functions
+from fastlayers.patching.libraries.transformers import deferred_logits
 from fastlayers.patching.libraries.transformers.loss_functions import check_head
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.regions.results import Taken, put_together, take_apart
@@ -30,7 +30,7 @@ pytestmark = [
 @pytest.fixture
 def none_fit(monkeypatch):
     """Evaluation does without logits too."""
-    monkeypatch.setattr(loss_functions, "MOST_ON_A_CPU", 0)
+    monkeypatch.setattr(deferred_logits, "MOST_ON_A_CPU", 0)
 
 
 def adapted(model, *names, seed=3, **options):
