@@ -203,6 +203,8 @@ def differentiate(
     functions of these and of ``dys``."""
     derive = torch.is_grad_enabled()
     there = [(t, dy) for t, dy in zip(call.results, dys, strict=True) if dy is not None]
+    if not there:
+        return [None] * len(asked)
     given = [dy.detach().requires_grad_() if derive else dy for _, dy in there]
     leaves = [leaf for leaf, needed in zip(call.leaves, asked, strict=True) if needed]
     with call.derivative.of(call.values):

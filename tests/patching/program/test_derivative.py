@@ -155,6 +155,12 @@ def test_the_graph_goes_with_its_owner():
         gc.enable()
 
 
+def test_no_result_has_a_gradient():
+    x = torch.randn(3, 4, requires_grad=True)
+    derivative = Derivative(lambda given: [given[0].sin(), given[0].cos()], [x], [0])
+    assert derivative.gradients(derivative.values([x]), [x], [True], [None, None]) == [None]
+
+
 def test_a_checkpoint_inside_is_refused():
     x = torch.randn(3, 4, requires_grad=True)
     with pytest.raises(Refusal, match="hooks on saved tensors"):
