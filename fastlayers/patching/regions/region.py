@@ -270,7 +270,7 @@ class Region:
             return self.present.forward(module, *args, **kwargs)
         if len(given) > 1 and len({*map(id, given)}) < len(given):
             pattern, given = without_repeats(pattern, given)
-        shape, kind = given[0].shape, None
+        shape, read = given[0].shape, None
         for reader in self.readers:
             try:
                 found = reader.read(module)
@@ -298,8 +298,8 @@ class Region:
                         with no_regions(), stock_forwards() if entry.differentiated else nullcontext():
                             return self.present.forward(module, *args, **kwargs)
                     return self.run(entry, (args, kwargs), (*given, *tensors))
-            kind = kind_of(reader, values, tensors)
-        if not self.comes_again(module, (pattern, shape), kind):
+            read = reader, values, tensors
+        if not self.comes_again(module, (pattern, shape), read and kind_of(*read)):
             return self.present.forward(module, *args, **kwargs)
         return self.first(module, args, kwargs, given, pattern)
 
