@@ -22,6 +22,7 @@ from fastlayers.graphs.words import InWords
 from fastlayers.ops.dtensor import Whole, differentiable_shard_of, memory_of, shard_of
 from fastlayers.ops.guard import PLAIN, KeptAsIs, kept_as_is
 from fastlayers.patching.capture.run import is_ours
+from fastlayers.patching.program.derivative import nodes_of
 from fastlayers.patching.program.program import storage
 from fastlayers.patching.regions.entries import alias, autocast_as, autocast_state, drawing, random_state
 from fastlayers.patching.regions.patterns import Flat, unflatten
@@ -487,18 +488,7 @@ def substituted(module: nn.Module, other: Mapping[int, Tensor]) -> Iterator[None
 
 def leaves_of(results: Sequence[Tensor]) -> Iterator[Tensor]:
     """The leaves that the gradients of results go to."""
-    nodes = [t.grad_fn for t in results]
-    seen = set(nodes)
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None:
-            continue
-        if hasattr(node, "variable"):
-            yield node.variable
-        for following, _ in node.next_functions:
-            if following not in seen:
-                seen.add(following)
-                nodes.append(following)
+    return (node.variable for node in nodes_of(results) if hasattr(node, "variable"))
 
 
 def counted(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ backwards of its Functions.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from fastlayers.patching.program.program import alive, storage, with_tensors
 from fastlayers.patching.program.tape import Tape
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["Derivative"]
+__all__ = ["Derivative", "nodes_of"]
 
 _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -171,16 +171,21 @@ class Derivative:
 def attributes_of(results: Sequence[Tensor], names: Names) -> Iterator[tuple[Any, str, Any]]:
     """The attributes of the Functions of a graph that hold tensors: the node, the name, the value with a
     :class:`Place` for each tensor."""
+    for node in nodes_of(results):
+        for name, value in vars(node).items() if isinstance(node, BackwardCFunction) else ():
+            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+                yield node, name, pytree.tree_map_only(Tensor, names, value)
+
+
+def nodes_of(results: Iterable[Tensor]) -> Iterator[Any]:
+    """The nodes of autograd's graph of some results, each once."""
     pending = [t.grad_fn for t in results]
-    seen = set(pending)
+    seen = {None, *pending}
     while pending:
-        node: Any = pending.pop()
+        node = pending.pop()
         if node is None:
             continue
-        if isinstance(node, BackwardCFunction):
-            for name, value in vars(node).items():
-                if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
-                    yield node, name, pytree.tree_map_only(Tensor, names, value)
+        yield node
         for following, _ in node.next_functions:
             if following not in seen:
                 seen.add(following)
