@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -21,6 +22,8 @@ from fastlayers.patching.runtime.checks import rewritten_everywhere
 from fastlayers.tables import Table
 
 __all__ = ["BisectReport", "Fault", "bisect_patch", "fault_of"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ def fault_of(program: Program) -> Fault | None:
     def differs(count: int) -> bool:
         try:
             found = culprit.run(held(apart(before), count))
-        except Exception:  # It does not expect what is between the two.
+        except Exception as error:  # It does not expect what is between the two.
+            logger.debug("%s fails on the first %d operations: %s", culprit.name, count, error)
             return False
         return bool(compared.problem(released(found)))
 
