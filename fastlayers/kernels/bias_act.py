@@ -2,7 +2,7 @@
 
 Stock PyTorch writes x + bias out, reads it again for the activation, and needs a second pass over the gradient for the
 sum that is the bias' gradient. Here the forward is one pass (one read, one write), and so is the backward (two reads,
-one write): it computes x + bias anew, and leaves sums of a few rows that a second, small kernel adds up.
+one write): it computes x + bias again, and leaves sums of a few rows that a second, small kernel adds up.
 
 Without a bias, and in the forward, dense tensors are walked flat, in memory order: program = TILE neighbours. The
 backward with a bias sees rows of the last dimension: program = a block of columns of a chunk of the rows.

@@ -1,7 +1,7 @@
 """act(gate) * up, forward and backward, of two tensors or of the halves of one.
 
 Stock PyTorch writes act(gate) out and keeps it; here the forward is one pass (two reads, one write), and the backward
-one (three reads, two writes) that computes act(gate) anew. The result is walked flat, in memory order: program = TILE
+one (three reads, two writes) that computes act(gate) again. The result is walked flat, in memory order: program = TILE
 neighbouring elements. Halves of a packed tensor are read where they are, through a stride pattern of the result, and
 their gradients are written into one packed tensor in the same way.
 """

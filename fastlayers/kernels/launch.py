@@ -1,6 +1,6 @@
 """Launching a Triton kernel at the cost of one native call.
 
-``kernel[grid](...)`` binds, specialises and looks the kernel up anew at every call: 16 to 20 us for a few arguments. A
+``kernel[grid](...)`` binds, specialises and looks the kernel up again at every call: 16 to 20 us for a few arguments. A
 :class:`Launch` pays that once, keeps the compiled kernel and hands it to the driver directly. The wrappers keep their
 launches by shape and layout, so that a repeated call computes nothing but addresses.
 """

@@ -1,7 +1,7 @@
 """residual + dropout(x) and residual + droppath(gamma * x), forward and backward.
 
 Stock PyTorch runs each as two to four kernels and keeps a mask of a byte an element, or the product, for backward; here
-each is one pass (two reads, one write), the mask of a dropout is drawn anew from its seed, and the gradients of x and
+each is one pass (two reads, one write), the mask of a dropout is drawn again from its seed, and the gradients of x and
 gamma are one pass too (two reads, one write).
 
 Dense tensors of equal strides are walked flat, in memory order, whatever that order is. One-dimensional grid: program

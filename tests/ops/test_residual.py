@@ -294,7 +294,7 @@ def test_compiles(device):
 @needs_gpu
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_cuda_graph_draws_anew(backend):
-    """Every replay has a mask of its own, and its backward the same one; samples are drawn anew too."""
+    """Every replay has a mask of its own, and its backward the same one; samples are drawn again too."""
     x = torch.ones(64, 2048, device="cuda").requires_grad_()
     zeros = torch.zeros_like(x)
     gamma = torch.ones(2048, device="cuda")

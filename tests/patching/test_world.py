@@ -41,7 +41,7 @@ pytestmark = [
 ]
 
 
-# -- the weights of layers, computed anew -----------------------------------------------------------------------------
+# -- the weights of layers, computed again ----------------------------------------------------------------------------
 
 REPARAMETRIZED = {
     "weight_norm": parametrizations.weight_norm,

@@ -1,4 +1,4 @@
-"""The tracing traps: what a forward decides anew on every call it still does when patched, or it is refused."""
+"""The tracing traps: what a forward decides on every call it still decides when patched, or it is refused."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class Unknown(nn.Module):
 
 
 def test_layer_scale_of_a_residual_that_goes_through_an_identity(build):
-    """timm's MetaFormer: the layers in between may write x, which the identity hands on all the same."""
+    """timm's MetaFormer: the layers in between may write x, which the identity passes on all the same."""
     block = build(DROP_INIT, "x", "return self.skip(x) + self.linear(self.mixer(x)) * self.gamma")
     block.mixer = Unknown()
     assert fused(block) == {"scale_add": 1}, plan_patch(block)
