@@ -69,7 +69,7 @@ class Capture:
         module: whose class is a graphed one.
         present: the forward of the class below it.
         pattern, given: the arguments, as :func:`fastlayers.patching.regions.patterns.flatten` gives them.
-        used: the numbers of the results that received a gradient in calls before.
+        used: the numbers of the results that received a gradient in the calls before.
         draws: whether the forward draws random numbers on the GPU.
         state: of the module.
         pool: the memory of the graphs.
@@ -94,17 +94,18 @@ class Capture:
         self.replays = 0
         #: Why no further call may be replayed; empty as long as that is not so.
         self.stale = ""
-        #: The results that received a gradient for which there is no backward.
-        self.missed: set[int] = set()
+        #: The results that received a gradient, where these were others than in the calls before.
+        self.received: set[int] = set()
         self._draws, self._lock = draws, threading.RLock()
         self.autocast = autocast_state()
-        #: The module as it is, in whose place calls run op by op, and its state.
+        #: The module as it is, which is captured, and in whose place calls run op by op; and its state.
         self._stand_in = stand_in(module, lambda t: t)
         self._known = State(self._stand_in, self.device)
         self._number = pool.number()
         self._pending: ReferenceType[Call] | None = None
         self.inputs = [like(t) for t in given]
         self._saved = Storages()
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         before, begun = torch.cuda.memory_reserved(self.device), begun_collectives()
         with _lock, no_graphs(), torch.cuda.device(self.device):
@@ -112,16 +113,17 @@ class Capture:
             # Leaves of their own: those of the calls before belong to the streams of these.
             leaves = [nn.Parameter(p.detach()) for p in parameters]
             other = dict(zip(map(id, parameters), leaves, strict=True))
+            copy = self._stand_in  # Another thread may run the module itself.
             try:
-                with substituted(module, other), InWords() if state.is_parallel else nullcontext():
+                with substituted(copy, other), InWords() if state.is_parallel else nullcontext():
                     try:
-                        self._capture_forward(module, pattern, hooked=True)
+                        self._capture_forward(copy, pattern, hooked=True)
                     except UncapturedError as error:
                         if "saved tensor hooks" not in str(error):
                             raise
                         # torch.func inside of the forward allows none. The backward may read all of the module then.
                         self._saved.found = {storage(memory_of(t)) for t in (*state.constant, *parameters)}
-                        self._capture_forward(module, pattern, hooked=False)
+                        self._capture_forward(copy, pattern, hooked=False)
                     self._capture_backward(parameters, leaves, used)
             finally:
                 torch.clear_autocast_cache()
@@ -171,12 +173,15 @@ class Capture:
 
     def _capture_backward(self, parameters: list[nn.Parameter], leaves: list[nn.Parameter], used: set[int]) -> None:
         known = {id(t) for t in (*self.inputs, *leaves)}
-        if any(id(t) not in known for t in leaves_of(self.results)):
+        reached = {*map(id, leaves_of(self.results))}
+        if not reached <= known:
             raise UncapturedError("it uses a tensor that needs a gradient and is neither an argument nor a parameter")
         self.used = [i for i in sorted(used) if i < len(self.results) and self._active[i]]
         self._dys = [torch.empty_like(self.results[i]) for i in self.used]
-        places = [i for i, t in enumerate(self.inputs) if t.requires_grad]
-        wanted = [*(self.inputs[i] for i in places), *leaves]
+        #: The arguments, by their places, and the parameters that any result depends on.
+        self.places = [i for i, t in enumerate(self.inputs) if id(t) in reached]
+        self._parameters = [p for p, leaf in zip(parameters, leaves, strict=True) if id(leaf) in reached]
+        wanted = [*(self.inputs[i] for i in self.places), *(leaf for leaf in leaves if id(leaf) in reached)]
         grads: Sequence[Tensor | None] = [None] * len(wanted)
         self._backward = torch.cuda.CUDAGraph()
         self._whole_grads: list[Whole | None] = []
@@ -193,13 +198,10 @@ class Capture:
             grads = [None if grad is None else grad.detach() for grad in grads]
             del results
         self.results = [t.detach() for t in self.results]
-        # Autograd need not reach what gets no gradient. Without a captured backward that is not known.
-        reached = [grad is not None or not self.used for grad in grads]
-        #: The arguments, by their places, and the parameters that get a gradient.
-        self.places = [i for i, there in zip(places, reached, strict=False) if there]
-        self._parameters = [p for p, there in zip(parameters, reached[len(places) :], strict=True) if there]
+        #: Which of them get a gradient from the results that are used.
+        self._given = [grad is not None for grad in grads]
         self._grads = [grad for grad in grads if grad is not None]
-        idle = [p for p, there in zip(parameters, reached[len(places) :], strict=True) if not there]
+        idle = [p for p, leaf in zip(parameters, leaves, strict=True) if id(leaf) not in reached]
         #: The tensors of the module that the backward reads,
         self.needed = [t for t in counted(self.state.tensors) if storage(memory_of(t)) in self._saved.found]
         known = {*map(id, self.needed)}
@@ -223,9 +225,10 @@ class Capture:
 
         A process that alone keeps gradients replays what the others do, as NCCL asks of collectives.
         """
-        if self._gradients.in_use():
-            self.pool.write(self._number, self.device)
-            self._gradients.move()
+        with self.pool.lock:  # Another thread may run a backward.
+            if self._gradients.in_use():
+                self.pool.write(self._number, self.device)
+                self._gradients.move()
         return not self.stale and self.state.holds()
 
     def busy(self) -> bool:
@@ -316,10 +319,14 @@ class Capture:
                 )
 
     def fits(self, dys: Sequence[Tensor | None]) -> bool:
-        """Whether only results that received a gradient in the calls before do so now."""
-        return all(dy is None or i in self.used for i, dy in enumerate(dys))
+        """Whether the results that received a gradient in the calls before do so now.
 
-    def backward(self, call: Call, dys: Sequence[Tensor | None]) -> list[Tensor]:
+        Zeros in place of one that is missing would give zeros to parameters that get none, and NaN where a derivative
+        is infinite.
+        """
+        return [i for i, dy in enumerate(dys) if dy is not None] == self.used
+
+    def backward(self, call: Call, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
         again = torch._C._autograd._get_current_graph_task_keep_graph()
         with self.pool.lock:
             if call.pending:
@@ -331,19 +338,16 @@ class Capture:
                 if self._gradients.in_use():
                     self._gradients.move()
                 call.restore()
-            for static, i in zip(self._dys, self.used, strict=True):
-                dy = dys[i]
-                if dy is None:
-                    static.zero_()
-                else:
-                    static.copy_(dy)
+            torch._foreach_copy_(self._dys, [dy for dy in dys if dy is not None])
             self._backward.replay()
             grads = self._gradients.hand_out()
         if not again:
             call.done, call.copies = True, None
         if debug.ENABLED:
             debug.spoil(self.pool, self.device)
-        return [t if whole is None else whole.of_shard(t) for t, whole in zip(grads, self._whole_grads, strict=True)]
+        wholes = zip(grads, self._whole_grads, strict=True)
+        found = iter([t if whole is None else whole.of_shard(t) for t, whole in wholes])
+        return [next(found) if given else None for given in self._given]
 
 
 class Storages(KeptAsIs):
@@ -378,8 +382,8 @@ class Replay(torch.autograd.Function):
         if torch.is_grad_enabled():
             capture.stale = "its backward is differentiated (create_graph=True)"
         elif not capture.fits(dys):
-            capture.missed.update(i for i, dy in enumerate(dys) if dy is not None)
-            capture.stale = "another result receives a gradient"
+            capture.received = {i for i, dy in enumerate(dys) if dy is not None}
+            capture.stale = "other results receive a gradient than before"
         elif not capture.state.is_in_place():
             capture.stale = "its parameters move between a forward and its backward"
         elif not call.done:
@@ -401,7 +405,10 @@ def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     capture, call = ctx.capture, ctx.call
     if capture.communicates:
         raise not_again(capture, "it communicates with other processes, which might not run it")
-    tensors = ctx.saved_tensors
+    try:
+        tensors = ctx.saved_tensors
+    except RuntimeError:
+        raise not_again(capture, "its arguments or parameters were written since") from None
     given, wanted = tensors[: ctx.count], tensors[ctx.count :]
     if call.versions != [t._version for t in capture.read]:
         raise not_again(capture, "its parameters or buffers were written since")
@@ -438,6 +445,9 @@ def not_again(capture: Capture, reason: str) -> NotAgainError:
 def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool) -> Iterator[None]:
     """Capture what runs inside.
 
+    torch keeps the workspace of cuBLAS by stream. That of another graph would be memory of its pool, and is freed there
+    when any graph of the stream goes (pytorch/pytorch#193402): each graph gets its own, and leaves it to its pool.
+
     Raises:
         UncapturedError: something there cannot be captured; torch is as before.
     """
@@ -456,6 +466,8 @@ def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool) -> I
         if is_ours(error) and not isinstance(error, RuntimeError):  # torch has those for what it cannot capture
             text_of("capturing", error)
         raise UncapturedError(f"{type(error).__name__}: {error}".splitlines()[0]) from None
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def recover(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:

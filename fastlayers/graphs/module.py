@@ -17,7 +17,7 @@ from fastlayers.graphs.state import Counter, Generators, State, UncapturedError,
 from fastlayers.patching.capture.values import containers_in, contents, same_items
 from fastlayers.patching.plan import refuse_kind
 from fastlayers.patching.program.program import storage
-from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.reasons import Left, Reason, Refusal
 from fastlayers.patching.regions.entries import described, random_state
 from fastlayers.patching.regions.patterns import NONE, flatten
 from fastlayers.patching.regions.results import OpaqueError, Taken, put_together, take_apart
@@ -75,7 +75,7 @@ class Signature:
     def drop(self, capture: Capture) -> None:
         self.captures.remove(capture)
         self._past += capture.replays
-        self.used |= capture.missed
+        self.used = capture.received or self.used
         self.changes += 1
 
     @property
@@ -367,5 +367,5 @@ def graphed_class(present: type[nn.Module], warmup: int, max_graphs: int, inner:
     made = seal(made, original, getattr(present, "__fastlayers_source__", None))
     made.__fastlayers_graphed__ = present
     if original is present:
-        made.__fastlayers_reason__ = Reason.GRAPHED, ""
+        made.__fastlayers_reason__ = Left(Reason.GRAPHED)
     return made  # type: ignore[no-any-return]

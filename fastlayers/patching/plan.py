@@ -25,7 +25,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fastlayers.patching.ir.spellings import FRESH_LAYERS_OF_LIBRARIES
 from fastlayers.patching.libraries.adapters import adapters
-from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
+from fastlayers.patching.reasons import Left, PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.regions.region import FEW_MODULES, region_class, size_of, text_of
 from fastlayers.patching.report import QUIET, PatchReport, Row
 from fastlayers.patching.rewrite.alike import Outcomes
@@ -250,16 +250,21 @@ def add_regions(steps: list[Step], banned: set[int], classes: dict[Any, Any]) ->
             continue
         if step.row.became is None:
             cls.__fastlayers_left__ = step.row.left  # type: ignore[attr-defined]
-            cls.__fastlayers_reason__ = step.row.reason, shared_detail(cls, step.row)  # type: ignore[attr-defined]
+            note_reason(cls, step.row)
         if is_folded(module):
             cls.__fastlayers_unfolded__ = type(module).__fastlayers_unfolded__  # type: ignore[attr-defined]
         step.cls = cls
 
 
-def shared_detail(cls: type[nn.Module], row: Row) -> str:
-    """The detail of a row for all modules of a class; empty if their nearest misses differ."""
-    _, known = vars(cls).get("__fastlayers_reason__", (None, row.detail))
-    return "" if row.reason is Reason.NOTHING_TO_FUSE and known != row.detail else row.detail
+def note_reason(cls: type[nn.Module], row: Row) -> None:
+    """Note why the forward of a class was left alone; without a detail if the nearest misses of its modules differ."""
+    known, detail = vars(cls).get("__fastlayers_reason__"), row.detail
+    if known is not None and row.reason is Reason.NOTHING_TO_FUSE and known.detail != detail:
+        detail = ""
+    if known is None or known.reason is not row.reason:
+        cls.__fastlayers_reason__ = Left(row.reason, detail)  # type: ignore[attr-defined]
+    else:
+        known.detail = detail
 
 
 def mark_absorbed(steps: list[Step]) -> None:
@@ -289,9 +294,9 @@ def already(row: Row, module: nn.Module) -> Row:
     fused, left = getattr(cls, "__fastlayers_rules__", ()), getattr(cls, "__fastlayers_left__", ())
     if is_folded(module) and cls.__fastlayers_unfolded__ is original_class(module):  # type: ignore[attr-defined]
         left = (*left, (Reason.FOLDED, ""))
-    reason, detail = getattr(cls, "__fastlayers_reason__", (None, ""))
-    became = shown_name(cls) if reason is None else None
-    return Row(row.fqn, row.was, became, fused, reason, detail, left=left, aliases=row.aliases)
+    note = getattr(cls, "__fastlayers_reason__", Left())
+    became = shown_name(cls) if note.reason is None else None
+    return Row(row.fqn, row.was, became, fused, note.reason, note.detail, left=left, aliases=row.aliases)
 
 
 def plan_module(
@@ -374,7 +379,7 @@ def step_of(module: nn.Module, row: Row, outcome: Fused) -> Step:
     fused = tuple(outcome.rules.items())
     outcome.cls.__fastlayers_rules__ = fused  # type: ignore[attr-defined]
     outcome.cls.__fastlayers_left__ = left  # type: ignore[attr-defined]
-    outcome.cls.__fastlayers_reason__ = None, ""  # type: ignore[attr-defined]
+    outcome.cls.__fastlayers_reason__ = Left()  # type: ignore[attr-defined]
     outcome.cls.__fastlayers_absorbs__ = outcome.absorbed  # type: ignore[attr-defined]
     became = shown_name(outcome.cls)
     return Step(module, Row(row.fqn, row.was, became, fused, left=left, aliases=row.aliases), outcome.cls)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.fx import Node
 
-__all__ = ["PatchError", "PatchWarning", "Reason", "Refusal"]
+__all__ = ["Left", "PatchError", "PatchWarning", "Reason", "Refusal"]
 
 
 class Reason(str, Enum):
@@ -91,6 +92,18 @@ class Refusal(Exception):  # noqa: N818 - not an error: it ends up in the report
         """Itself without the frames in which it was raised, whose variables would live as long: models and tensors."""
         self.__traceback__ = self.__context__ = self.__cause__ = None
         return self
+
+
+@dataclass(eq=False)
+class Left:
+    """Why the forward of a class was left alone; without a reason if it was not.
+
+    A captured call compares what the classes of its modules hold: an object of its own may get another detail when a
+    further model is patched, and is still the same.
+    """
+
+    reason: Reason | None = None
+    detail: str = ""
 
 
 class PatchError(RuntimeError):

@@ -15,9 +15,11 @@ from torch.nn.utils import parametrizations
 import fastlayers
 from fastlayers.graphs import debug
 from fastlayers.graphs import gradients as graphs_gradients
+from fastlayers.graphs import module as graphs_module
 from fastlayers.graphs.capture import Capture
 from fastlayers.graphs.gradients import Gradients
-from fastlayers.graphs.pool import Call
+from fastlayers.graphs.module import graphs_of
+from fastlayers.graphs.pool import Call, in_memory
 from tests.harness import needs_gpu
 
 gpu = needs_gpu
@@ -130,6 +132,7 @@ def test_gradients_of_an_earlier_backward_keep_their_values(monkeypatch):
     capture = SimpleNamespace(
         pool=SimpleNamespace(lock=nullcontext(), write=lambda number, device: None), device=None, _number=1, used=[0],
         _dys=[torch.zeros(3)], _backward=SimpleNamespace(replay=replay), _gradients=lent, _whole_grads=[None],
+        _given=[True],
     )  # fmt: skip
     call = Call(nn.Identity(), (), [])
     call.save()  # as a backward that keeps the graph does
@@ -288,6 +291,27 @@ def test_a_forward_that_differentiates():
         y, wanted = model(x).square().sum(), parameters(model)
         found.append(torch.autograd.grad(y, wanted))
     assert_same(found)
+
+
+@gpu
+def test_a_replay_leaves_the_memory_of_another_signature_alone(monkeypatch):
+    """torch gives cuBLAS one workspace a stream, in the memory of the graph that was captured first."""
+    monkeypatch.setattr(graphs_module, "LEAST", 1)
+    layers = [nn.Linear(8192, 512), nn.Linear(512, 8192)] * 2
+    graphed = fastlayers.graph_model(nn.Sequential(*layers).cuda().bfloat16())
+    few, many = (torch.randn(n, 8192, device="cuda", dtype=torch.bfloat16) for n in (16, 256))
+    for _ in range(5):
+        for x in (many, few):
+            graphed(x).square().sum().backward()
+    of_many, of_few = (one for each in graphs_of(graphed).signatures.values() for one in each.captures)
+    assert (of_many.replays, of_few.replays) == (2, 2)
+    graphed.zero_grad()
+    memory = [in_memory(b, x.device) for used in (True, False) for b in of_many.pool.blocks(used)]
+    for each in memory:
+        each.fill_(77)
+    graphed(few).square().sum().backward()
+    assert of_few.replays == 3
+    assert all((each == 77).all() for each in memory)
 
 
 @gpu

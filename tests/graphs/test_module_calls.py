@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 import fastlayers
 from fastlayers.graphs import gradients as graphs_gradients
 from fastlayers.graphs import module as graphs_module
+from fastlayers.graphs.capture import Capture
 from fastlayers.graphs.gradients import Gradients, same_memory, uses
 from fastlayers.graphs.pool import Call, Pool
 from tests.graphs.networks import (
@@ -362,19 +364,35 @@ def test_gradients_of_arguments():
         assert_equal(found[1], found[0])
 
 
+class Two(Net):
+    """Each of two results depends on a parameter that the other one does not depend on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(8)) for _ in range(2))
+
+    def forward(self, x):
+        h = super().forward(x)
+        return h * self.first, (h * self.second).abs().sqrt()
+
+
 @gpu
-def test_another_result_is_used():
-    stock, graphed = pair(Several)
-    for i, x in enumerate(inputs(12)):
+@pytest.mark.parametrize("used", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("later", [[0], [1], [0, 1]])
+def test_which_results_are_used_changes(used, later):
+    """Parameters of a result that is not used get no gradient, those of one that is now get theirs."""
+    stock, graphed = pair(Two)
+    for i, x in enumerate(inputs(14)):
         for model in (stock, graphed):
             model.zero_grad()
-            out = model(x)["out"]
-            (out.first.mean() + (out.second.mean() if i > 5 else 0)).backward()
+            out = model(x)
+            sum(out[k].mean() for k in (used if i < 6 else later)).backward()
         for p, q in zip(stock.parameters(), graphed.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None)
             if p.grad is not None:
                 torch.testing.assert_close(q.grad, p.grad)
     assert replays(graphed) > 6
+    assert reasons(graphed) == []
 
 
 class LossAndLogits(Net):
@@ -448,3 +466,36 @@ def test_threads(streams):
         for first, found in enumerate(threads.map(work, range(4))):
             assert_equal(found, expected[first::4])
     assert replays(graphed) > 190
+
+
+@gpu
+def test_a_capture_leaves_the_module_alone(monkeypatch):
+    """Another thread may run it, and has to give its own parameters their gradients."""
+    graphed, found, capture = fastlayers.graph_model(Net().cuda()), [], Capture._capture_forward
+    parameters = [*graphed.parameters()]
+
+    def checked(self, *args, **options):
+        capture(self, *args, **options)
+        found.append(all(p is q for p, q in zip(graphed.parameters(), parameters, strict=True)))
+
+    monkeypatch.setattr(Capture, "_capture_forward", checked)
+    for x in inputs(5):
+        backward(graphed(x).sum())
+    assert found == [True]
+
+
+def test_gradients_move_while_no_other_thread_runs_a_backward():
+    seen = []
+
+    class Lock:
+        def __enter__(self):
+            seen.append("locked")
+
+        def __exit__(self, *error):
+            seen.append("free")
+
+    gradients = SimpleNamespace(in_use=lambda: True, move=lambda: seen.append("move"))
+    pool = SimpleNamespace(lock=Lock(), write=lambda number, device: None)
+    capture = SimpleNamespace(pool=pool, _gradients=gradients, _number=1, device=None, stale="dropped")
+    assert not Capture.holds(capture)
+    assert seen == ["locked", "move", "free"]

@@ -273,7 +273,8 @@ class Twins(RuleBasedStateMachine):
                 found.append(do(model, optimizer))
                 errors.append(None)
             except (RuntimeError, ValueError) as error:
-                errors.append(error)
+                # Its frames hold the hooks on saved tensors of a checkpoint, which would be those of later calls, too.
+                errors.append(error.with_traceback(None))
         if errors[1] is not None and errors[0] is None and not any(text in str(errors[1]) for text in ALLOWED):
             raise errors[1]
         # A fused operation does not keep what an operation in place overwrites.
@@ -476,7 +477,9 @@ class Twins(RuleBasedStateMachine):
             self.saved = [copy.deepcopy(m.state_dict()) for m in self.models]
         elif how in ("load", "assign") and self.saved:
             for model, state in zip(self.models, self.saved, strict=True):
-                model.load_state_dict(copy.deepcopy(state), assign=how == "assign")
+                # One optimizer steps several tensors at once, which may not share memory.
+                apart = {name: t.clone() for name, t in state.items()}
+                model.load_state_dict(apart, assign=how == "assign")
         elif how == "unpatch":
             fastlayers.unpatch_model(fastlayers.ungraph_model(self.models[1]))
         elif how == "function" and self.device == "cpu":  # A graph does not see it.

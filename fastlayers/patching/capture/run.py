@@ -72,7 +72,17 @@ def errors_as_refusals() -> Iterator[None]:
     except Exception as error:
         if is_ours(error):
             raise
-        raise Refusal(Reason.TRACE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
+        raise refusal_of(error) from None
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """What a forward that raised this is refused with.
+
+    The error lets go of its frames. In a generator that handles it one of them refers to it, so all would live until
+    the collector runs, and with them their variables: models, and the hooks on saved tensors of a checkpoint.
+    """
+    error.__traceback__ = None
+    return Refusal(Reason.TRACE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 R = TypeVar("R", bound="Run")

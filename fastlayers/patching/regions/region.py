@@ -36,7 +36,7 @@ from fastlayers.ops import guard, layouts, modes, raw_ops
 from fastlayers.patching.capture.fake_run import load_fake_tensors
 from fastlayers.patching.capture.reads import read_by
 from fastlayers.patching.capture.rebuild import arguments_source
-from fastlayers.patching.capture.run import is_ours
+from fastlayers.patching.capture.run import is_ours, refusal_of
 from fastlayers.patching.libraries.adapters import adapters, decorated, takes_former_names, undecorated
 from fastlayers.patching.program.cost import cost_of
 from fastlayers.patching.program.derivative import Derivative
@@ -184,7 +184,7 @@ def what_torch_refuses() -> Iterator[None]:
     except Exception as error:
         if is_ours(error) and not isinstance(error, RuntimeError):
             raise
-        raise Refusal(Reason.TRACE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
+        raise refusal_of(error) from None
 
 
 def text_of(what: str, error: Exception) -> str:

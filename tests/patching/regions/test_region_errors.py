@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fastlayers
 from fastlayers.patching import PatchWarning, Reason
@@ -115,3 +117,24 @@ def test_values_that_a_forward_refuses_and_other_layouts_are_refusals():
     for _ in range(3):
         x = model(torch.randn(4, 8).to_mkldnn())
     assert x.layout is torch._mkldnn
+
+
+class Normed(Gated):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+
+def test_a_forward_that_fails_leaves_no_frames():
+    """The hooks of a checkpoint end with the frame that opened them: they would be those of later calls, too."""
+    patched = fastlayers.patch_model(Normed())
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with pytest.raises(ValueError, match="more than 1 value") as raised:
+                checkpoint(patched, torch.randn(1, 8), use_reentrant=False)
+            del raised
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    finally:
+        gc.enable()
