@@ -21,8 +21,8 @@ from fastlayers.patching.reasons import Left, Reason, Refusal
 from fastlayers.patching.regions.entries import described, random_state
 from fastlayers.patching.regions.patterns import NONE, flatten
 from fastlayers.patching.regions.results import OpaqueError, Taken, put_together, take_apart
-from fastlayers.patching.rewrite.classes import become, check_subclassing, is_sharded, seal
-from fastlayers.patching.runtime.checks import original_class
+from fastlayers.patching.rewrite.classes import become, check_subclassing, generated_class, is_sharded
+from fastlayers.patching.runtime.checks import original_class, original_of
 
 __all__ = ["Graphs", "Signature", "graph_module", "graphs_of", "is_graphed", "release_module"]
 
@@ -338,16 +338,9 @@ def graph_children(module: nn.Module, warmup: int, max_graphs: int, pool: Pool) 
                 graph_children(child, warmup, max_graphs, pool)
 
 
-class Unregistered(nn.Module):
-    """A base that comes before the one of a generated class, so that this one does not learn of its subclass."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        pass
-
-
 def graphed_class(present: type[nn.Module], warmup: int, max_graphs: int, inner: bool) -> type[nn.Module]:
     """A subclass whose forward is replayed where it can be."""
-    original = present.__dict__.get("__fastlayers_original__", present)
+    original = original_of(present)
     plain: Callable[..., Any] = present.forward
     is_compiling, is_tracing = torch.compiler.is_compiling, torch._C._is_tracing
 
@@ -362,10 +355,8 @@ def graphed_class(present: type[nn.Module], warmup: int, max_graphs: int, inner:
             graphs = _graphs[self] = Graphs(present, warmup, max_graphs, inner, Pool(shared=True))
         return graphs(self, args, kwargs)
 
-    metaclass: Any = type(present)
-    made: Any = metaclass(f"Graphed{original.__name__}", (Unregistered, present), {"forward": forward})
-    made = seal(made, original, getattr(present, "__fastlayers_source__", None))
-    made.__fastlayers_graphed__ = present
+    members = {"forward": forward, "__fastlayers_graphed__": present}
     if original is present:
-        made.__fastlayers_reason__ = Left(Reason.GRAPHED)
-    return made  # type: ignore[no-any-return]
+        members["__fastlayers_reason__"] = Left(Reason.GRAPHED)
+    made = generated_class(f"Graphed{original.__name__}", present, members, unseen=True)
+    return made

@@ -389,7 +389,6 @@ def plan_swap(module: nn.Module, row: Row, rule: ModuleRule, classes: dict[Any, 
     key = rule, rule.layer.forward
     if key not in classes:
         classes[key] = swap_class(rule)
-        classes[key].__fastlayers_rules__ = ((rule.name, 1),)
     became = shown_name(classes[key])
     return Step(module, Row(row.fqn, row.was, became, ((rule.name, 1),), aliases=row.aliases), classes[key])
 

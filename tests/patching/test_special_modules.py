@@ -157,6 +157,18 @@ def test_a_class_that_reacts_to_subclasses_is_left_alone():
     assert Registry.known == before
 
 
+class NamedLikeBuiltins(nn.Sequential):
+    def forward(self, x, dict=None, type=None):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("cls", [NamedLikeBuiltins, type("Named[int]", (nn.Sequential,), {})])
+def test_names_that_generated_source_could_not_have(cls):
+    """Parameters that hide built-ins, and the name of a class that is none in Python."""
+    model, x = cls(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
+    assert torch.equal(model(x), patch_model(model)(x))
+
+
 def test_convert_sync_batchnorm_after_patching(net):
     patch_model(net)
     converted = nn.SyncBatchNorm.convert_sync_batchnorm(net)

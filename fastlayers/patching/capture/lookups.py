@@ -14,7 +14,6 @@ import dis
 import functools
 import inspect
 import operator
-import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -84,8 +83,7 @@ STOCK_CLASSES: dict[type, dict[str, Any]] = {
 
 def same(expression: str, value: Any, bind: Bind) -> str:
     """The test that an expression gives this object."""
-    hint = re.sub(r"\W+", "_", value.__name__ if isinstance(value, types.ModuleType) else expression).lstrip("_")
-    return f"{expression} is {bind(value, hint)}"
+    return f"{expression} is {bind(value, value.__name__ if isinstance(value, types.ModuleType) else expression)}"
 
 
 def global_variable(scope: dict[str, Any], name: str, bind: Bind) -> str:
@@ -106,7 +104,7 @@ def same_of_class(owner: type, name: str, value: Any, bind: Bind) -> str:
 
 def member(owner: types.ModuleType | type, name: str, bind: Bind) -> str:
     """The expression of an attribute of a module or a class."""
-    return f"{bind(owner, owner.__name__.replace('.', '_'))}.{name}"
+    return f"{bind(owner, owner.__name__)}.{name}"
 
 
 def same_method(origin: str, kind: type, name: str, bind: Bind) -> Iterator[str]:

@@ -7,6 +7,7 @@ import builtins
 import copy
 import enum
 import math
+import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,7 +67,7 @@ def binder(namespace: dict[str, Any], *, reuse: bool = False) -> Callable[[objec
         for known, bound in namespace.items() if reuse else ():
             if bound is value:
                 return known
-        name = f"_{hint.lstrip('_')}"  # Python changes names with two underscores in the body of a class.
+        name = "_" + re.sub(r"\W+", "_", hint).lstrip("_")
         while namespace.setdefault(name, value) is not value:
             name += "_"
         return name

@@ -9,7 +9,6 @@ import importlib.util
 import inspect
 import itertools
 import os
-import re
 import sys
 import traceback
 import types
@@ -255,7 +254,7 @@ class Run:
         return self.read(f"{self.named(function)}.{name}", function.__dict__[name])
 
     def named(self, function: types.FunctionType) -> str:
-        return self.bind(function, re.sub(r"\W+", "_", function.__qualname__))
+        return self.bind(function, function.__qualname__)
 
     def read_property(self, static: property, origin: str, owner: Any, name: str) -> Any:
         self.test(same(f"type({origin}).{name}", static, self.bind))

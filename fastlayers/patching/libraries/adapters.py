@@ -160,10 +160,6 @@ def plain_forward(cls: type[nn.Module]) -> Any:
     return undecorated(cls.forward)
 
 
-def takes_former_names(cls: type[nn.Module]) -> bool:
-    return any(adapter.former_names(cls.forward) for adapter in adapters())
-
-
 def decorated(cls: type[nn.Module], generated: Any) -> Any:
     """A generated forward for a class, which takes the arguments that the library lets its own forward take."""
     for adapter in adapters():

@@ -37,7 +37,7 @@ from fastlayers.patching.capture.fake_run import load_fake_tensors
 from fastlayers.patching.capture.reads import read_by
 from fastlayers.patching.capture.rebuild import arguments_source
 from fastlayers.patching.capture.run import is_ours, refusal_of
-from fastlayers.patching.libraries.adapters import adapters, decorated, takes_former_names, undecorated
+from fastlayers.patching.libraries.adapters import adapters, undecorated
 from fastlayers.patching.program.cost import cost_of
 from fastlayers.patching.program.derivative import Derivative
 from fastlayers.patching.program.executors import (
@@ -77,9 +77,8 @@ from fastlayers.patching.regions.patterns import (
 from fastlayers.patching.regions.readers import Reader
 from fastlayers.patching.regions.results import OpaqueError, Place, Taken, put_together, take_apart
 from fastlayers.patching.regions.stand_ins import stand_in
-from fastlayers.patching.rewrite.classes import seal
-from fastlayers.patching.rewrite.generate import left_behind_source, signature_source
-from fastlayers.patching.runtime.checks import check_defaults, original_class, stock_forwards
+from fastlayers.patching.rewrite.generate import forward_source, written_class
+from fastlayers.patching.runtime.checks import original_class, original_of, stock_forwards
 
 __all__ = [
     "CALLS",
@@ -226,7 +225,7 @@ class Region:
 
     def __init__(self, present: type[nn.Module], infers_only: bool = False) -> None:
         self.present: Any = present
-        self.original: type[nn.Module] = present.__dict__.get("__fastlayers_original__", present)
+        self.original = original_of(present)
         self.infers_only = infers_only
         #: Whether someone wants to see the programs of its calls.
         self.explained = False
@@ -749,46 +748,25 @@ def region_class(
     key = ("region", present, present.forward, kind, infers_only)
     if key in known:
         return known[key]  # type: ignore[no-any-return]
-    _, *parameters = inspect.signature(present.forward).parameters.values()
-    if any(p.name == "self" for p in parameters):
-        raise Refusal(Reason.SIGNATURE, "a parameter called self that is not the first")
     load_fake_tensors()
     if backends.problem("triton") is None:
         import_module("fastlayers.patching.fusion.passes")  # In a call its imports would keep tensors as well.
-    original = present.__dict__.get("__fastlayers_original__", present)
-    name, region = getattr(present, "__fastlayers_name__", f"Fused{original.__name__}"), Region(present, infers_only)
+    region = Region(present, infers_only)
+    name = getattr(present, "__fastlayers_name__", f"Fused{region.original.__name__}")
     namespace: dict[str, Any] = {
-        "_present": present,
         "_region": region,
         "_off": region.off,
         "_strange": region.strange,
         "_is_compiling": torch.compiler.is_compiling,
         "_is_grad_enabled": torch.is_grad_enabled,
-        "_decorated": partial(decorated, original),
     }
-    declared, handed = signature_source(present.forward, namespace)  # type: ignore[arg-type]
-    check = ""
-    if "=" in declared and present is original:  # A generated forward makes this test itself.
-        namespace |= {"_stock": present.forward, "_check_defaults": check_defaults}
-        check = "        if _present.forward is not _stock:\n            _check_defaults(_stock, _present.forward)\n"
-    decorator = "    @_decorated\n" if takes_former_names(original) else ""
+    _, *parameters = inspect.signature(present.forward).parameters.values()
     positional = arguments_source(p for p in parameters if p.kind not in BY_KEYWORD)
     keywords = arguments_source(p for p in parameters if p.kind in BY_KEYWORD)
     each = items(EACH.get(p.kind, "{}").format(p.name) for p in parameters)
-    strange = f" or (_strange and not _strange.isdisjoint(map(type, {each})))"
-    source = (
-        f"class {name}(_present):\n"
-        f"{decorator}"
-        f"    def forward{declared}:\n"
-        f"{''.join(f'        {line}' + chr(10) for line in left_behind_source(handed))}"
-        f"{check}"
-        f"        if _is_compiling() or _off[_is_grad_enabled()]{strange}:\n"
-        f"            return _present.forward(self, {', '.join((*positional, *keywords))})\n"
-        f"        return _region(self, {items(positional)}, dict({', '.join(keywords)}))\n"
-    )
-    exec(compile(source, f"<fastlayers {name}>", "exec"), namespace)
-    made: Any = seal(namespace[name], original, getattr(present, "__fastlayers_source__", None))
-    made.forward.__doc__ = original.forward.__doc__
-    made.__fastlayers_region__ = region
-    known[key] = made
-    return made  # type: ignore[no-any-return]
+    aside = "_is_compiling() or _off[_is_grad_enabled()]"
+    aside += f" or (_strange and not _strange.isdisjoint(map(type, {each})))"
+    body = f"return _region(self, {items(positional)}, dict({', '.join(keywords)}))"
+    source = forward_source(present, aside, body, namespace)
+    known[key] = written_class(present, name, name, source, namespace, {"__fastlayers_region__": region})
+    return known[key]  # type: ignore[no-any-return]

@@ -26,7 +26,7 @@ from fastlayers.patching.libraries.adapters import adapters
 from fastlayers.patching.reasons import PatchError, Reason, Refusal
 from fastlayers.patching.rules import idle_test
 from fastlayers.patching.rules.base import ModuleRule
-from fastlayers.patching.runtime.checks import must_be_stock, original_class
+from fastlayers.patching.runtime.checks import must_be_stock, original_class, original_of
 
 __all__ = [
     "Generated",
@@ -35,12 +35,13 @@ __all__ = [
     "below_region",
     "called_by_class",
     "check_subclassing",
+    "generated_class",
     "is_folded",
     "is_fused",
     "is_patched",
     "is_sharded",
-    "seal",
     "shown_name",
+    "steps_aside",
     "swap_class",
     "without_sharding",
     "working",
@@ -212,8 +213,18 @@ def check_subclassing(original: type[nn.Module], harmless: tuple[type, ...] = ()
 def swap_class(rule: ModuleRule) -> type[nn.Module]:
     """The class with which a module rule replaces a layer: a subclass of the fused class."""
     forward = swapped_forward(rule.fused, rule.layer, idle_test({rule.name}))  # type: ignore[arg-type]
-    members = {"__doc__": rule.fused.__doc__, "forward": forward}
-    return seal(type(rule.fused.__name__, (rule.fused,), members), rule.layer, None)
+    members = {"forward": forward, "__fastlayers_rules__": ((rule.name, 1),)}
+    return generated_class(rule.fused.__name__, rule.fused, members, original=rule.layer)
+
+
+def steps_aside(forward: Any, idle: Callable[[object], bool] | None, bind: Callable[[object, str], str]) -> str:
+    """Source of the test whether a generated forward leaves a call to the one in whose place it is: in a trace or a
+    mode, and where it gains nothing, by a test of the first argument."""
+    tests = [f"{bind(must_be_stock, 'must_be_stock')}()"]  # First: a mode would see the other one look at the input.
+    first = list(inspect.signature(forward).parameters.values())[1:2]
+    if idle is not None and first and first[0].kind in (first[0].POSITIONAL_ONLY, first[0].POSITIONAL_OR_KEYWORD):
+        tests.append(f"{bind(idle, idle.__name__)}({first[0].name})")
+    return " or ".join(tests)
 
 
 @functools.lru_cache(maxsize=128)
@@ -223,11 +234,7 @@ def swapped_forward(kind: Any, layer: Any, idle: Callable[[object], bool] | None
     fused = kind.forward
     bound: dict[str, Any] = {}
     bind = binder(bound)
-    tests = [f"not {bind(must_be_stock, 'must_be_stock')}()"]  # First: a mode would see the others look at the input.
-    if idle is not None:
-        first = list(inspect.signature(fused).parameters)[1]
-        tests.append(f"not {bind(idle, idle.__name__)}({first})")
-    tests.append(f"isinstance(self, {bind(kind, kind.__name__)})")
+    tests = [f"not ({steps_aside(fused, idle, bind)})", f"isinstance(self, {bind(kind, kind.__name__)})"]
     unchanged = " and ".join([*tests, *inside_layer(layer, "self", bind)])
     stock = f"{bind(layer, layer.__name__)}.forward"
     try:
@@ -244,7 +251,7 @@ def swapped_forward(kind: Any, layer: Any, idle: Callable[[object], bool] | None
 
 
 def shown_name(cls: type[nn.Module]) -> str:
-    """The name of a sealed class in a report and in ``print(model)``."""
+    """The name of a generated class in a report and in ``print(model)``."""
     return cls.__fastlayers_name__  # type: ignore[attr-defined, no-any-return]
 
 
@@ -269,17 +276,64 @@ class OwnMethod:
         return types.MethodType(self.function, owner)
 
 
-def seal(generated: type[nn.Module], original: type[nn.Module], source: str | None) -> type[nn.Module]:
-    """Make a generated class undoable, copyable, and pickled as its original, so that a file loads without fastlayers.
+class Unregistered(nn.Module):
+    """A base that comes before the one of a generated class, so that this one does not learn of its subclass."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        pass
+
+
+def generated_class(
+    name: str,
+    base: type[nn.Module],
+    members: dict[str, Any],
+    *,
+    original: type[nn.Module] | None = None,
+    unseen: bool = False,
+) -> type[nn.Module]:
+    """A subclass that is undoable, copyable, and pickled as its original, so that a file loads without fastlayers.
 
     The class takes the name and the module of its original, since others look classes up by them: initialisation of
     weights, lists of blocks that FSDP and accelerate must not split, leaf modules of torch.fx, the shifted labels of a
     Trainer. Only ``repr`` shows the name of the generated class.
+
+    Args:
+        name: of the generated class.
+        base: the class that it is derived from.
+        members: its attributes, such as its forward, and ``__fastlayers_source__`` if that was written.
+        original: the class of an unpatched module; by default that of ``base``, which may be a generated class itself.
+        unseen: whether ``__init_subclass__`` of the base does not run.
     """
+    original = original or original_of(base)
 
     def represent(self: nn.Module) -> str:
         text = original.__repr__(self)
         return name + text.removeprefix(original.__name__) if text.startswith(original.__name__) else text
+
+    def prepare_scriptable(self: nn.Module) -> Any:
+        raise PatchError(
+            f"{name} is a patched module, which torch.jit.script cannot compile: "
+            "call fastlayers.unpatch_model(model) before it; torch.jit.trace and torch.export take patched models"
+        )
+
+    members = {
+        "__doc__": base.__doc__,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__repr__": represent,
+        "__prepare_scriptable__": prepare_scriptable,
+        "__fastlayers_original__": original,
+        "__fastlayers_name__": name,
+        "__fastlayers_forward__": members.get("forward", base.forward),
+        **members,
+    }
+    generated: type[nn.Module] = type(original.__name__, (Unregistered, base) if unseen else (base,), members)
+    copy_and_pickle(generated, original)
+    return generated
+
+
+def copy_and_pickle(generated: type[nn.Module], original: type[nn.Module]) -> None:
+    """Let modules of a generated class be copied as such, and pickled as those of its original."""
 
     def reduce_ex(self: nn.Module, protocol: int) -> Any:
         reduced = super(generated, self).__reduce_ex__(protocol)  # type: ignore[misc]
@@ -311,26 +365,4 @@ def seal(generated: type[nn.Module], original: type[nn.Module], source: str | No
         copied.__setstate__(copy.deepcopy(state, memo))
         return copied
 
-    def prepare_scriptable(self: nn.Module) -> Any:
-        raise PatchError(
-            f"{name} is a patched module, which torch.jit.script cannot compile: "
-            "call fastlayers.unpatch_model(model) before it; torch.jit.trace and torch.export take patched models"
-        )
-
-    name = generated.__name__
-    for attribute, value in (
-        ("__repr__", represent),
-        ("__reduce_ex__", reduce_ex),
-        ("__deepcopy__", OwnMethod(deepcopy)),
-        ("__prepare_scriptable__", prepare_scriptable),
-        ("__fastlayers_original__", original),
-        ("__fastlayers_forward__", generated.forward),
-        ("__fastlayers_name__", name),
-        ("__fastlayers_source__", source),
-    ):
-        setattr(generated, attribute, value)
-    generated.__module__, generated.__name__ = original.__module__, original.__name__
-    generated.__qualname__ = original.__qualname__
-    if source is not None:
-        generated.__doc__ = original.__doc__
-    return generated
+    generated.__reduce_ex__, generated.__deepcopy__ = reduce_ex, OwnMethod(deepcopy)  # type: ignore

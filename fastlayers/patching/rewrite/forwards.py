@@ -19,7 +19,7 @@ from fastlayers.patching.capture.trace import record
 from fastlayers.patching.ir.fingerprints import Fingerprint, fingerprint, norm_by_hand
 from fastlayers.patching.libraries.adapters import RewrittenModel, adapters, plain_forward
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rewrite.classes import below_region, check_subclassing, seal
+from fastlayers.patching.rewrite.classes import below_region, check_subclassing, generated_class
 from fastlayers.patching.rewrite.engine import Fused, apply_rules
 from fastlayers.patching.rewrite.generate import body_source, generate_class
 from fastlayers.patching.rewrite.misses import nearest_miss
@@ -131,11 +131,10 @@ def fuse_model(original: type[nn.Module], model: RewrittenModel, known: dict[Any
     """The class for a model that an adapter has rewritten."""
     if model.rules and model.key not in known:
         check_subclassing(original, model.harmless)
-        members = {**model.members, "__fastlayers_omits__": model.omits}
+        members = {**model.members, "__fastlayers_omits__": model.omits, "__fastlayers_source__": model.source}
         if "forward" in members:
             members["forward"] = unless_replaced(members["forward"], original)
-        generated = type(f"Fused{original.__name__}", (original,), members)
-        known[model.key] = seal(generated, original, model.source)
+        known[model.key] = generated_class(f"Fused{original.__name__}", original, members)
     return Fused(known.get(model.key), model.rules, left=model.left)
 
 

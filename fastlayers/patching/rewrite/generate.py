@@ -1,4 +1,4 @@
-"""Generated code: the statements of a rewritten graph, the tests of its guards, and the class around them.
+"""Generated code: the statements of a rewritten graph, the tests of its guards, and the forward around them.
 
 A generated class subclasses the module's class and has one method, ``forward``: for each recording the test of its
 guards and the rewritten body, and at the end the original forward, for every call that no recording covers.
@@ -13,36 +13,30 @@ import textwrap
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from fastlayers.patching.capture.lookups import member, same
 from fastlayers.patching.capture.rebuild import arguments_source, execute_shown
-from fastlayers.patching.capture.recording import Name, Recording, add_names, bind, binder
-from fastlayers.patching.libraries.adapters import decorated, takes_former_names
+from fastlayers.patching.capture.recording import Name, Recording, add_names, binder
+from fastlayers.patching.libraries.adapters import decorated
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rewrite.classes import seal
-from fastlayers.patching.runtime.checks import check_defaults, must_be_stock
+from fastlayers.patching.rewrite.classes import generated_class, steps_aside
+from fastlayers.patching.runtime.checks import check_defaults, original_of
 
 __all__ = [
     "CHILD",
     "GUARD_BUILTINS",
     "body_source",
-    "first_parameter",
+    "forward_source",
     "generate_class",
     "guards_source",
-    "left_behind_source",
-    "signature_source",
+    "written_class",
 ]
 
 #: The variable of a generated forward for the result of its guards.
 HOLDS = "_fastlayers_holds"
-#: What puts the decorators of a library around a generated forward.
-DECORATED = "_fastlayers_decorated"
-
-
 #: A child of ``self``, as :func:`module_expression` writes it.
 CHILD = re.compile(r"self(\._modules\['[^'\\]*'\])+")
 
@@ -139,12 +133,7 @@ def body_source(recording: Recording, module: nn.Module) -> str:
     """The statements of a recorded graph. The objects that they name go to the namespace of the recording."""
     code = recording.graph.python_code("self")
     function = next(node for node in ast.parse(code.src).body if isinstance(node, ast.FunctionDef))
-    # Python changes names with two underscores in the body of a class, such as those of objects of __main__.
-    changed = {name: bind(recording, value, name) for name, value in code.globals.items() if name.startswith("__")}
-    add_names(recording.namespace, {name: value for name, value in code.globals.items() if name not in changed})
-    for node in ast.walk(function):
-        if isinstance(node, ast.Name):
-            node.id = changed.get(node.id, node.id)
+    add_names(recording.namespace, code.globals)
     by_registry = ByRegistry(module)
     return "\n".join(ast.unparse(by_registry.visit(statement)) for statement in function.body)
 
@@ -154,6 +143,8 @@ def signature_source(forward: types.FunctionType, namespace: dict[str, Any]) -> 
     itself, *parameters = inspect.signature(forward).parameters.values()
     if itself.kind not in (itself.POSITIONAL_ONLY, itself.POSITIONAL_OR_KEYWORD):
         raise Refusal(Reason.SIGNATURE, str(itself))
+    if any(parameter.name == "self" for parameter in parameters):
+        raise Refusal(Reason.SIGNATURE, "a parameter called self that is not the first")
     declared = [itself.replace(name="self", annotation=itself.empty)]  # It may have another name.
     for parameter in parameters:
         default = parameter.default
@@ -162,15 +153,7 @@ def signature_source(forward: types.FunctionType, namespace: dict[str, Any]) -> 
             namespace[name] = default
             default = Name(name)
         declared.append(parameter.replace(annotation=parameter.empty, default=default))
-    return str(inspect.Signature(declared)), ", ".join(arguments_source(parameters))
-
-
-def left_behind_source(handed: str) -> tuple[str, ...]:
-    """Source for a generated forward of a module that is not patched any more, which some wrapper still calls."""
-    return (
-        "if not isinstance(self, __class__):",
-        f"    return type(self).forward({', '.join(filter(None, ('self', handed)))})",
-    )
+    return str(inspect.Signature(declared)), ", ".join(arguments_source(declared))
 
 
 def guards_source(recording: Recording, keyword: str) -> str:
@@ -185,46 +168,49 @@ def guards_source(recording: Recording, keyword: str) -> str:
     )
 
 
-def first_parameter(forward: Any) -> str | None:
-    """The name of the first argument after ``self``; None if the declaration does not name it."""
-    parameters = list(inspect.signature(forward).parameters.values())[1:2]
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return parameters[0].name if parameters and parameters[0].kind in named else None
+def forward_source(present: type[nn.Module], aside: str, body: str, namespace: dict[str, Any]) -> str:
+    """The source of a forward for a subclass.
 
-
-def class_source(
-    name: str,
-    present: type[nn.Module],
-    variants: list[tuple[Recording, str]],
-    idle: Callable[[object], bool] | None,
-    namespace: dict[str, Any],
-) -> str:
-    base = present.__name__ if present.__name__.isidentifier() else "Original"
-    while namespace.setdefault(base, present) is not present:
-        base += "_"
+    Args:
+        present: the class that it subclasses, whose forward runs for a module that is not patched any more, if some
+            wrapper still calls this, and for calls that go ``aside`` or for which the ``body`` returns nothing.
+        aside: a test of a call.
+        body: statements.
+        namespace: the objects that these name.
+    """
+    base = binder(namespace)(present, present.__name__)
     declared, handed = signature_source(present.forward, namespace)  # type: ignore[arg-type]
-    lines = [f"class {name}({base}):"]
-    if takes_former_names(present):
-        lines.append(f"    @{DECORATED}")
-    lines.append(f"    def forward{declared}:")
-    lines += [f"        {line}" for line in left_behind_source(handed)]
-    depth = 8
-    first = first_parameter(present.forward)
-    namespace["_fastlayers_must_be_stock"] = must_be_stock
-    steps_aside = "_fastlayers_must_be_stock()"
-    if idle is not None and first is not None:
-        namespace[f"_fastlayers_{idle.__name__}"] = idle
-        steps_aside = f"({steps_aside} or _fastlayers_{idle.__name__}({first}))"
-    lines.append(f"        if not {steps_aside}:")
-    depth += 4
-    for recording, body in variants:
-        variant = (guards_source(recording, f"{HOLDS} ="), f"if {HOLDS}:", textwrap.indent(body, " " * 4))
-        lines += [textwrap.indent(part, " " * depth) for part in variant]
-    if "=" in declared:
+    lines = [
+        f"def forward{declared}:",
+        "    if not isinstance(self, __class__):",
+        f"        return type(self).forward({handed})",
+        f"    if not ({aside}):",
+        textwrap.indent(body, " " * 8),
+        f"    return {base}.forward({handed})",
+    ]
+    if "=" in declared and "__fastlayers_original__" not in vars(present):  # A generated forward makes the test itself.
         namespace |= {"_fastlayers_stock": present.forward, "_fastlayers_check_defaults": check_defaults}
-        lines.append(f"        _fastlayers_check_defaults(_fastlayers_stock, {base}.forward)")
-    lines.append(f"        return super().forward({handed})")
+        check = f"    if {base}.forward is not _fastlayers_stock:"
+        lines[3:3] = check, f"        _fastlayers_check_defaults(_fastlayers_stock, {base}.forward)"
     return "\n".join(lines) + "\n"
+
+
+def written_class(
+    present: type[nn.Module], name: str, shown: str, source: str, namespace: dict[str, Any], members: dict[str, Any]
+) -> type[nn.Module]:
+    """The subclass with the forward of a :func:`forward_source`; ``shown`` names it in tracebacks.
+
+    Raises:
+        Refusal: a variable hides what the forward names.
+    """
+    original, scope, made = original_of(present), dict(namespace), dict[str, Any]()
+    execute_shown(shown, source, scope, made)
+    forward = made["forward"]
+    if clash := set(forward.__code__.co_varnames) & (set(namespace) | GUARD_BUILTINS):
+        raise Refusal(Reason.SIGNATURE, f"a variable called {', '.join(sorted(clash))} hides what the guards use")
+    forward.__doc__ = original.forward.__doc__
+    scope["__class__"] = generated_class(name, present, {"forward": decorated(original, forward), **members})
+    return scope["__class__"]  # type: ignore[no-any-return]
 
 
 def generate_class(
@@ -240,25 +226,18 @@ def generate_class(
         idle: a test of the first argument of a call for which the rewritten forward gains nothing, so that the
             present one runs.
     """
-    original = present.__dict__.get("__fastlayers_original__", present)
+    original = original_of(present)
     namespace: dict[str, Any] = {}
-    for recording, _ in variants:
+    body = []
+    for recording, statements in variants:
         bind = binder(recording.namespace)
         recording.guards[same(member(original, "forward", bind), original.forward, bind)] = None
         add_names(namespace, recording.namespace)
-    name = name if name.isidentifier() else "Fused"
-    while name in namespace:
-        name += "_"
-    source = class_source(name, present, variants, idle, namespace)
+        body += [guards_source(recording, f"{HOLDS} ="), f"if {HOLDS}:", textwrap.indent(statements, " " * 4)]
+    aside = steps_aside(present.forward, idle, binder(namespace))
+    source = forward_source(present, aside, "\n".join(body), namespace)
     key = (present, source, *sorted((name, id(value)) for name, value in namespace.items()))
-    if key in known:
-        return known[key]  # type: ignore[no-any-return]
-    scope = namespace | {DECORATED: partial(decorated, original)}
-    execute_shown(original.__qualname__, source, scope)
-    generated = scope[name]
-    names = inspect.unwrap(generated.__dict__["forward"]).__code__.co_varnames
-    if clash := set(names) & (set(namespace) | GUARD_BUILTINS):
-        raise Refusal(Reason.SIGNATURE, f"a variable called {', '.join(sorted(clash))} hides what the guards use")
-    generated.forward.__doc__ = original.forward.__doc__
-    known[key] = seal(generated, original, source)
-    return generated
+    if key not in known:
+        members = {"__fastlayers_source__": source}
+        known[key] = written_class(present, name, original.__qualname__, source, namespace, members)
+    return known[key]  # type: ignore[no-any-return]

@@ -29,17 +29,17 @@ from typing import Any
 from torch import nn
 
 from fastlayers.patching.capture.rebuild import arguments_source, execute_shown, rebuild, refuse_private_names
-from fastlayers.patching.capture.recording import Segment
+from fastlayers.patching.capture.recording import Segment, binder
 from fastlayers.patching.capture.syntax import Instrument, local_names, names_in, parse, tested_by_identity
 from fastlayers.patching.capture.trace import record_segment
 from fastlayers.patching.ir.known_functions import fused_rotary, is_rotary
 from fastlayers.patching.libraries.adapters import adapters, decorated, plain_forward
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rewrite.classes import check_subclassing, seal
+from fastlayers.patching.rewrite.classes import check_subclassing, generated_class, steps_aside
 from fastlayers.patching.rewrite.engine import Fused, apply_rules
-from fastlayers.patching.rewrite.generate import GUARD_BUILTINS, body_source, first_parameter, guards_source
+from fastlayers.patching.rewrite.generate import GUARD_BUILTINS, body_source, guards_source
 from fastlayers.patching.rules import graph_rules, idle_test
-from fastlayers.patching.runtime.checks import check_defaults, must_be_stock, original_class
+from fastlayers.patching.runtime.checks import check_defaults, original_class
 
 __all__ = ["fuse_segments"]
 
@@ -47,8 +47,6 @@ __all__ = ["fuse_segments"]
 RESULT = "_fastlayers_result"
 #: The variables for the original class, for the forward that it had, and for what compares that with another one.
 ORIGINAL, STOCK, CHECK = "_fastlayers_original", "_fastlayers_stock", "_fastlayers_check_defaults"
-#: The variable for the test whether no kernel runs.
-IDLE, STEPS_ASIDE = "_fastlayers_idle", "_fastlayers_must_be_stock"
 #: The variable for one side of a sum.
 PART = "_fastlayers_part"
 #: What a statement that is recorded must not have in it.
@@ -123,8 +121,8 @@ def fuse_segments(
         key = ("segments", original, source, *((name, id(value)) for name, value in rewritten.objects))
         if key not in known:
             made, _ = rebuild(forward, rewritten.tree, rewritten.bound)
-            members = {"forward": decorated(original, made)}
-            known[key] = seal(type(f"Fused{original.__name__}", (original,), members), original, source)
+            members = {"forward": decorated(original, made), "__fastlayers_source__": source}
+            known[key] = generated_class(f"Fused{original.__name__}", original, members)
     except Refusal:
         return None
     return Fused(known[key], rewritten.rules, left=rewritten.left, absorbed=rewritten.absorbed)
@@ -134,19 +132,17 @@ def defer_to_stock(rewritten: Rewritten, forward: types.FunctionType, original: 
     """Let a rewritten forward begin with a call of the forward of the original class: if that is replaced, in a trace
     or a mode, and where the rewritten one gains nothing."""
     arguments = ", ".join(arguments_source(inspect.signature(forward).parameters.values()))
-    idle = idle_test(rewritten.rules)
-    first = first_parameter(forward) if idle is not None else None
+    aside = steps_aside(forward, idle_test(rewritten.rules), binder(rewritten.bound))
     itself = next(iter(inspect.signature(forward).parameters))
     source = (
         f"if not hasattr({itself}, '__fastlayers_original__'):\n"  # Unpatched, and a wrapper calls this.
         f"    return {ORIGINAL}.forward({arguments})\n"
-        f"if {STEPS_ASIDE}() or {ORIGINAL}.forward is not {STOCK}{f' or {IDLE}({first})' if first else ''}:\n"
+        f"if {aside} or {ORIGINAL}.forward is not {STOCK}:\n"
         f"    {CHECK}({STOCK}, {ORIGINAL}.forward)\n"
         f"    return {ORIGINAL}.forward({arguments})"
     )
     rewritten.tree.body[:0] = ast.parse(source).body
-    rewritten.bound |= {ORIGINAL: original, STOCK: original.forward, CHECK: check_defaults, IDLE: idle}
-    rewritten.bound[STEPS_ASIDE] = must_be_stock
+    rewritten.bound |= {ORIGINAL: original, STOCK: original.forward, CHECK: check_defaults}
 
 
 def rebuildable(function: Any) -> bool:

@@ -38,6 +38,7 @@ __all__ = [
     "must_be_stock",
     "no_hooks",
     "original_class",
+    "original_of",
     "plain",
     "plain_any",
     "rewritten_everywhere",
@@ -152,6 +153,11 @@ def rewritten_everywhere(wanted: bool = True) -> Iterator[None]:
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The original class of a module, whether it is patched or not."""
     return getattr(type(module), "__dict__", {}).get("__fastlayers_original__", type(module))  # type: ignore[no-any-return]
+
+
+def original_of(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module that is not patched, of which this one is that of a patched module, or itself."""
+    return cls.__dict__.get("__fastlayers_original__", cls)  # type: ignore[no-any-return]
 
 
 def calls_are_torchs(kind: Any = nn.Module) -> bool:
