@@ -24,9 +24,9 @@ from fastlayers.patching.capture.recording import binder
 from fastlayers.patching.capture.syntax import parse
 from fastlayers.patching.libraries.adapters import adapters
 from fastlayers.patching.reasons import PatchError, Reason, Refusal
-from fastlayers.patching.rules import idle_test
+from fastlayers.patching.rules import idle_tests
 from fastlayers.patching.rules.base import ModuleRule
-from fastlayers.patching.runtime.checks import must_be_stock, original_class, original_of
+from fastlayers.patching.runtime.checks import IdleTest, must_be_stock, original_class, original_of
 
 __all__ = [
     "Generated",
@@ -212,23 +212,23 @@ def check_subclassing(original: type[nn.Module], harmless: tuple[type, ...] = ()
 
 def swap_class(rule: ModuleRule) -> type[nn.Module]:
     """The class with which a module rule replaces a layer: a subclass of the fused class."""
-    forward = swapped_forward(rule.fused, rule.layer, idle_test({rule.name}))  # type: ignore[arg-type]
+    forward = swapped_forward(rule.fused, rule.layer, idle_tests([rule.name]))  # type: ignore[arg-type]
     members = {"forward": forward, "__fastlayers_rules__": ((rule.name, 1),)}
     return generated_class(rule.fused.__name__, rule.fused, members, original=rule.layer)
 
 
-def steps_aside(forward: Any, idle: Callable[[object], bool] | None, bind: Callable[[object, str], str]) -> str:
+def steps_aside(forward: Any, idle: tuple[IdleTest, ...], bind: Callable[[object, str], str]) -> str:
     """Source of the test whether a generated forward leaves a call to the one in whose place it is: in a trace or a
-    mode, and where it gains nothing, by a test of the first argument."""
+    mode, and where it gains nothing, by tests of the first argument."""
     tests = [f"{bind(must_be_stock, 'must_be_stock')}()"]  # First: a mode would see the other one look at the input.
     first = list(inspect.signature(forward).parameters.values())[1:2]
-    if idle is not None and first and first[0].kind in (first[0].POSITIONAL_ONLY, first[0].POSITIONAL_OR_KEYWORD):
-        tests.append(f"{bind(idle, idle.__name__)}({first[0].name})")
+    if first and first[0].kind in (first[0].POSITIONAL_ONLY, first[0].POSITIONAL_OR_KEYWORD):
+        tests += (f"{bind(test, test.__name__)}({first[0].name})" for test in idle)
     return " or ".join(tests)
 
 
 @functools.lru_cache(maxsize=128)
-def swapped_forward(kind: Any, layer: Any, idle: Callable[[object], bool] | None) -> Any:
+def swapped_forward(kind: Any, layer: Any, idle: tuple[IdleTest, ...]) -> Any:
     """The forward of a fused class, but that of the layer if it is replaced, or something that it calls, for calls that
     are ``idle``, in a trace or a mode, and for a layer that is not patched any more, if a wrapper still calls this."""
     fused = kind.forward

@@ -24,7 +24,7 @@ from fastlayers.patching.rewrite.engine import Fused, apply_rules
 from fastlayers.patching.rewrite.generate import body_source, generate_class
 from fastlayers.patching.rewrite.misses import nearest_miss
 from fastlayers.patching.rewrite.safety import scale_guards
-from fastlayers.patching.rules import graph_rules, idle_test
+from fastlayers.patching.rules import graph_rules, idle_tests
 from fastlayers.patching.rules.base import GraphRule
 from fastlayers.patching.runtime import norm_calls
 from fastlayers.patching.runtime.checks import must_be_stock, original_class
@@ -98,7 +98,7 @@ def fuse(
     if not refusals:
         outcome.absorbed = frozenset.intersection(*absorbed)
     outcome.left.extend(refusals)  # The original forward runs in these modes, or with these optional arguments.
-    name, idle = f"{prefix}{original.__name__}", idle_test(outcome.rules)
+    name, idle = f"{prefix}{original.__name__}", idle_tests(outcome.rules)
     outcome.cls = generate_class(below_region(type(module)), name, merge_modes(variants), known, idle)
     return outcome
 
@@ -123,7 +123,7 @@ def fuse_handwritten_norm(module: nn.Module, found: Fingerprint, known: dict[Any
     recording.guards = dict.fromkeys(guards)
     name = f"Fused{type(module).__name__}"
     variants = [(recording, body_source(recording, module))]
-    generated = generate_class(type(module), name, variants, known)
+    generated = generate_class(type(module), name, variants, known, ())
     return Fused(generated, Counter({f"{body.op} ({body.name})": 1}))
 
 

@@ -12,7 +12,7 @@ import re
 import textwrap
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -23,7 +23,7 @@ from fastlayers.patching.capture.recording import Name, Recording, add_names, bi
 from fastlayers.patching.libraries.adapters import decorated
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import generated_class, steps_aside
-from fastlayers.patching.runtime.checks import check_defaults, original_of
+from fastlayers.patching.runtime.checks import IdleTest, check_defaults, original_of
 
 __all__ = [
     "CHILD",
@@ -218,12 +218,12 @@ def generate_class(
     name: str,
     variants: list[tuple[Recording, str]],
     known: dict[Any, Any],
-    idle: Callable[[object], bool] | None = None,
+    idle: tuple[IdleTest, ...],
 ) -> type[nn.Module]:
     """Generate a subclass of the present class of a module, which may be a generated class itself.
 
     Args:
-        idle: a test of the first argument of a call for which the rewritten forward gains nothing, so that the
+        idle: tests of the first argument of a call for which the rewritten forward gains nothing, so that the
             present one runs.
     """
     original = original_of(present)

@@ -38,7 +38,7 @@ from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rewrite.classes import check_subclassing, generated_class, steps_aside
 from fastlayers.patching.rewrite.engine import Fused, apply_rules
 from fastlayers.patching.rewrite.generate import GUARD_BUILTINS, body_source, guards_source
-from fastlayers.patching.rules import graph_rules, idle_test
+from fastlayers.patching.rules import graph_rules, idle_tests
 from fastlayers.patching.runtime.checks import check_defaults, original_class
 
 __all__ = ["fuse_segments"]
@@ -132,7 +132,7 @@ def defer_to_stock(rewritten: Rewritten, forward: types.FunctionType, original: 
     """Let a rewritten forward begin with a call of the forward of the original class: if that is replaced, in a trace
     or a mode, and where the rewritten one gains nothing."""
     arguments = ", ".join(arguments_source(inspect.signature(forward).parameters.values()))
-    aside = steps_aside(forward, idle_test(rewritten.rules), binder(rewritten.bound))
+    aside = steps_aside(forward, idle_tests(rewritten.rules), binder(rewritten.bound))
     itself = next(iter(inspect.signature(forward).parameters))
     source = (
         f"if not hasattr({itself}, '__fastlayers_original__'):\n"  # Unpatched, and a wrapper calls this.

@@ -10,7 +10,9 @@ else sees an in-place operation, no operand changes in between, and no hook of a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
+from functools import reduce
+from operator import and_
 from typing import Any
 
 from torch import nn
@@ -31,38 +33,39 @@ from fastlayers.patching.rules import (
     rotary,
     softmax,
 )
-from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule, always
-from fastlayers.patching.runtime.checks import (
-    with_little,
-    with_little_on_a_gpu,
-    without_gradients,
-    without_kernels,
-)
+from fastlayers.patching.rules.base import Deferred, Gains, GraphRule, Match, ModuleRule, always
+from fastlayers.patching.runtime.checks import IdleTest, with_little, without_gradients, without_kernels
 
 __all__ = [
     "FOLDING_RULES",
     "GRAPH_RULES",
     "MODULE_RULES",
     "Deferred",
+    "Gains",
     "GraphRule",
     "Match",
     "ModuleRule",
     "graph_rules",
-    "idle_test",
+    "idle_tests",
     "module_rules",
     "register_rule",
 ]
 
-#: A test of the layers of a class, where not all of them gain from the fused layer.
-GAINS: dict[type[nn.Module], Callable[[Any], bool]] = {
-    nn.Linear: lambda layer: layer.bias is not None,
-    nn.GELU: lambda layer: layer.approximate == "none",  # torch's kernel for the other is at the memory limit
+#: Which layers of a class gain, and where they do; all and everywhere, if it is not here.
+GAINING: dict[type[nn.Module], tuple[Callable[[Any], bool], Gains]] = {
+    nn.Linear: (lambda layer: layer.bias is not None, Gains.IN_TRAINING),
+    # torch's kernel for the other approximation is at the memory limit.
+    nn.GELU: (lambda layer: layer.approximate == "none", Gains.IF_LARGE_ON_GPU),
+    **dict.fromkeys((nn.ELU, nn.LayerNorm, nn.LogSoftmax), (always, Gains.IF_LARGE_ON_GPU)),
+    **dict.fromkeys((nn.Mish, nn.Softmax, nn.Softplus), (always, Gains.IF_LARGE_ON_GPU)),
+    **dict.fromkeys((nn.GLU, nn.GroupNorm), (always, Gains.IF_LARGE)),
+    **dict.fromkeys((nn.MaxPool2d, nn.MultiheadAttention), (always, Gains.ON_GPU)),
 }
 
 MODULE_RULES: tuple[ModuleRule, ...] = (
     linear.ODD_LINEAR,
     *(
-        ModuleRule(layer.__name__, f"{layer.__name__} -> {fused.__name__}", layer, fused, GAINS.get(layer, always))
+        ModuleRule(layer.__name__, f"{layer.__name__} -> {fused.__name__}", layer, fused, *GAINING.get(layer, ()))
         for layer, fused in DROP_IN.items()
     ),
 )
@@ -103,41 +106,19 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     linear.SPLIT,
 )
 
-#: The names of those that gain on a GPU alone. Where no kernel of ours runs, a forward with only these runs as it was.
-GPU_ONLY = frozenset(
-    {
-        *("LayerNorm", "layer_norm", "add_layer_norm", "cast_layer_norm", "channel_layer_norm", "forked_layer_norm"),
-        *("Linear", "linear", "odd_linear", "split", "MultiheadAttention", "forked_rms_norm", "forked_convolution"),
-        *("ELU", "GELU", "Mish", "Softplus", "gelu", "gelu_tanh", "mish", "conv_of_product", "mul"),
-        *("Softmax", "LogSoftmax", "MaxPool2d"),
-    }
-)
-
-#: The names of those that gain in a backward alone, but under autocast.
-TRAINING_ONLY = frozenset(
-    {"Linear"}
-    | {rule.name for rule in (linear.LINEAR, linear.SPLIT, *norm.FORKED_NORMS, convolution.FORKED_CONVOLUTION)}
-)
-
-#: The names of those that run one kernel where torch runs one or two: they gain where memory is the limit. With few
-#: elements the host is, and a call of a fused op takes some 20 us of it, the launch of a kernel 5 us.
-MEMORY_ONLY = TRAINING_ONLY | {
-    *("LayerNorm", "GroupNorm", "GELU", "ELU", "GLU", "Mish", "Softplus", "Softmax", "LogSoftmax"),
-    *("layer_norm", "add_layer_norm", "group_norm", "gelu", "mish", "glu", "swiglu", "geglu", "reglu", "gated_linear"),
-    *("linear_act", "mlp", "dropout_add", "scale_add"),
-}
-
 #: The rules of :func:`fastlayers.fold_batch_norm`.
 FOLDING_RULES = batch_norm_folding.FOLD_BATCH_NORM
 
 
-def idle_test(names: Collection[str]) -> Callable[[object], bool] | None:
-    """A test of a call's first argument that says whether rules of these names gain nothing; None if they always do."""
-    if set(names) <= TRAINING_ONLY:
-        return without_gradients
-    if set(names) <= MEMORY_ONLY:
-        return with_little_on_a_gpu if set(names) <= GPU_ONLY else with_little
-    return without_kernels if set(names) <= GPU_ONLY else None
+def idle_tests(names: Iterable[str]) -> tuple[IdleTest, ...]:
+    """Tests of a call's first argument, of which one says whether rules of these names gain nothing; none if they
+    always do."""
+    when = {rule.name: rule.when for rule in graph_rules()} | {rule.name: rule.when for rule in module_rules()}
+    shared = reduce(and_, (when.get(name, Gains.EVERYWHERE) for name in names), Gains.IN_TRAINING)
+    if Gains.IN_TRAINING in shared:
+        return (without_gradients,)
+    tests = ((Gains.ON_GPU, without_kernels), (Gains.IF_LARGE, with_little))
+    return tuple(test for gains, test in tests if gains in shared)
 
 
 _registered: OrderedDict[int, GraphRule | ModuleRule] = OrderedDict()

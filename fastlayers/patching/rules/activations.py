@@ -10,7 +10,7 @@ from torch.fx import Node
 from fastlayers import functional
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rules.base import GraphRule, Match
+from fastlayers.patching.rules.base import Gains, GraphRule, Match
 from fastlayers.patching.rules.matchers import Find
 from fastlayers.patching.runtime import calls
 
@@ -36,7 +36,9 @@ def find_activation(name: str, written_out: bool = False) -> Find:
 
 #: The activations whose layers are in DROP_IN, and those that libraries write out.
 ACTIVATIONS = (
-    *(GraphRule(name, f"F.{name}", find_activation(name)) for name in ("gelu", "mish", "glu")),
-    GraphRule("gelu_tanh", "0.5 * x * (1 + tanh(...)), written out", find_activation("gelu", written_out=True)),
+    GraphRule("gelu", "F.gelu", find_activation("gelu"), when=Gains.IF_LARGE_ON_GPU),
+    GraphRule("mish", "F.mish", find_activation("mish"), when=Gains.IF_LARGE_ON_GPU),
+    GraphRule("glu", "F.glu", find_activation("glu"), when=Gains.IF_LARGE),
+    GraphRule("gelu_tanh", "0.5 * x * (1 + tanh(...))", find_activation("gelu", written_out=True), when=Gains.ON_GPU),
     GraphRule("quick_gelu", "x * sigmoid(1.702 * x)", find_activation("quick_gelu", written_out=True)),
 )

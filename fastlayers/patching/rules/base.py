@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,21 @@ from fastlayers.patching.ir.operations import Op
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 
-__all__ = ["Deferred", "GraphRule", "Kind", "Match", "ModuleRule", "always"]
+__all__ = ["Deferred", "Gains", "GraphRule", "Kind", "Match", "ModuleRule", "always"]
+
+
+class Gains(enum.Flag):
+    """Where alone a rule gains. A forward runs as it was where none of its rules does."""
+
+    EVERYWHERE = 0
+    #: No kernel for a CPU serves it.
+    ON_GPU = 1
+    #: One kernel runs where torch runs one or two, so memory must be the limit. With few elements the host is, and a
+    #: call of a fused op takes some 20 us of it, the launch of a kernel 5 us.
+    IF_LARGE = 2
+    IF_LARGE_ON_GPU = ON_GPU | IF_LARGE
+    #: In a backward, and under autocast.
+    IN_TRAINING = IF_LARGE_ON_GPU | 4
 
 
 def always(layer: Any) -> bool:
@@ -30,6 +45,7 @@ class ModuleRule:
     fused: type[nn.Module]
     #: Whether a module of that class gains from it.
     gains: Callable[[Any], bool] = always
+    when: Gains = Gains.EVERYWHERE
 
 
 @dataclass(frozen=True)
@@ -87,6 +103,7 @@ class GraphRule:
     #: Two kinds of operations that every match has, the first as an operand of the second. Where nothing is fused, a
     #: report names what is missing beside one of them.
     pair: tuple[Kind, Kind] | None = None
+    when: Gains = Gains.EVERYWHERE
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rules.base import GraphRule, Kind, Match
+from fastlayers.patching.rules.base import Gains, GraphRule, Kind, Match
 from fastlayers.patching.rules.matchers import (
     HANDWRITTEN_ACTIVATION,
     activation,
@@ -65,10 +65,11 @@ def find_mlp(view: View, node: Node) -> Iterator[Match | Refusal]:
             yield Match(ops, calls.mlp, args, {}, match.tensors)
 
 
-MLP = GraphRule("mlp", "linear(dropout(act(linear(x)))), under autocast one node of autograd", find_mlp)
+MLP = GraphRule("mlp", "linear(dropout(act(linear(x))))", find_mlp, when=Gains.IF_LARGE)
 LINEAR_ACT = GraphRule(
     "linear_act",
     "act(linear(x)), the bias added by the activation's kernel",
     find_linear_act,
     (BIASED, HANDWRITTEN_ACTIVATION),
+    Gains.IF_LARGE,
 )

@@ -15,7 +15,7 @@ from fastlayers.patching.capture.trace import record_child
 from fastlayers.patching.ir.operations import Attribute, Op
 from fastlayers.patching.ir.view import View, is_fresh
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rules.base import GraphRule, Kind, Match
+from fastlayers.patching.rules.base import Gains, GraphRule, Kind, Match
 from fastlayers.patching.rules.matchers import (
     ACTIVATION,
     NORM_WEIGHT,
@@ -208,7 +208,7 @@ def makes_product(view: View, node: Node) -> bool:
 
 
 CONV_OF_PRODUCT = GraphRule(
-    "conv_of_product", "conv(squeeze_excite(x)), whose backward recomputes the product", find_of_product
+    "conv_of_product", "conv(squeeze_excite(x)), whose backward recomputes it", find_of_product, when=Gains.ON_GPU
 )
 
 # -- a tensor that is used again --------------------------------------------------------------------------------------
@@ -243,5 +243,5 @@ def only_reads(view: View, x: Node, user: Node) -> bool:
 
 
 FORKED_CONVOLUTION = GraphRule(
-    "forked_convolution", "conv(x) and x, whose gradients are added in one pass", find_forked_convolution
+    "forked_convolution", "conv(x) and x, with one gradient", find_forked_convolution, when=Gains.IN_TRAINING
 )

@@ -9,7 +9,7 @@ from torch.fx import Node
 from fastlayers import functional
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rules.base import GraphRule, Match
+from fastlayers.patching.rules.base import Gains, GraphRule, Match
 from fastlayers.patching.rules.matchers import (
     GATE,
     PRODUCT,
@@ -88,7 +88,7 @@ RELU_ADD_BIAS = GraphRule("relu_add_bias", "relu(x) + y + bias", find_relu_add_b
 ADD_RELU = GraphRule("add_relu", "relu(x + y)", find_add_relu, (SUM, RELU))
 RELU_ADD = GraphRule("relu_add", "relu(x) + y", find_relu_add, (RELU, SUM))
 EXCITE = GraphRule(
-    "mul", "x * sigmoid(gate), the gate broadcast over space (squeeze-and-excite)", find_excite, (GATE, PRODUCT)
+    "mul", "x * sigmoid(gate), broadcast over space (squeeze-and-excite)", find_excite, (GATE, PRODUCT), Gains.ON_GPU
 )
 SQUEEZE_EXCITE = GraphRule(
     "squeeze_excite", "x * sigmoid(gate), where the mean of x over space is used too", find_squeeze_excite

@@ -12,7 +12,7 @@ from fastlayers import functional
 from fastlayers.patching.ir.operations import Op
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rules.base import GraphRule, Kind, Match
+from fastlayers.patching.rules.base import Gains, GraphRule, Kind, Match
 from fastlayers.patching.rules.matchers import (
     ACT_WEIGHT,
     PRODUCT,
@@ -90,11 +90,13 @@ def is_gated(view: View, node: Any) -> bool:
     return found is not None and found[1] in ("silu", "relu", *GELUS)
 
 
-GATED = Kind(("silu", "gelu", "relu"), is_gated, ACT_WEIGHT)
+GATED = Kind(("silu", "gelu", "relu"), is_gated, ACT_WEIGHT), PRODUCT
 #: The public functions, with the activations and options of each.
 GATES = (
-    GraphRule("swiglu", "silu(gate) * up", find_gated(functional.swiglu, {"silu": {}}), (GATED, PRODUCT)),
-    GraphRule("geglu", "gelu(gate) * up", find_gated(functional.geglu, GELUS), (GATED, PRODUCT)),
-    GraphRule("reglu", "relu(gate) * up", find_gated(functional.reglu, {"relu": {}}), (GATED, PRODUCT)),
+    GraphRule("swiglu", "silu(gate) * up", find_gated(functional.swiglu, {"silu": {}}), GATED, Gains.IF_LARGE),
+    GraphRule("geglu", "gelu(gate) * up", find_gated(functional.geglu, GELUS), GATED, Gains.IF_LARGE),
+    GraphRule("reglu", "relu(gate) * up", find_gated(functional.reglu, {"relu": {}}), GATED, Gains.IF_LARGE),
 )
-GATED_LINEAR = GraphRule("gated_linear", "linear(act(gate) * up), as a gated MLP ends", find_gated_linear)
+GATED_LINEAR = GraphRule(
+    "gated_linear", "linear(act(gate) * up), as a gated MLP ends", find_gated_linear, when=Gains.IF_LARGE
+)

@@ -13,7 +13,7 @@ from fastlayers.modules.linear import FusedLinear
 from fastlayers.ops.linear import ODD_FEATURES, WORD
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rules.base import GraphRule, Match, ModuleRule
+from fastlayers.patching.rules.base import Gains, GraphRule, Match, ModuleRule
 from fastlayers.patching.runtime import calls
 
 __all__ = ["LINEAR", "ODD_LINEAR", "SPLIT"]
@@ -64,6 +64,7 @@ ODD_LINEAR = ModuleRule(
     nn.Linear,
     FusedLinear,
     is_odd,
+    Gains.ON_GPU,
 )
-LINEAR = GraphRule("linear", "F.linear and torch.addmm with a bias, whose gradient a kernel sums", find_linear)
-SPLIT = GraphRule("split", "unbind, chunk, split of a product, whose backward writes one tensor", find_split)
+LINEAR = GraphRule("linear", "linear with a bias, whose gradient a kernel sums", find_linear, when=Gains.IN_TRAINING)
+SPLIT = GraphRule("split", "parts of a product, with one gradient", find_split, when=Gains.IN_TRAINING)

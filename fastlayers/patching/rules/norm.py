@@ -14,7 +14,7 @@ from fastlayers.patching.ir.fingerprints import Fingerprint
 from fastlayers.patching.ir.operations import Attribute, Op
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rules.base import GraphRule, Match
+from fastlayers.patching.rules.base import Gains, GraphRule, Match
 from fastlayers.patching.rules.matchers import (
     ACTIVATION,
     NORM_WEIGHT,
@@ -165,6 +165,8 @@ def find_norm_function(name: str) -> Find:
     return find
 
 
+#: Where norms gain that do not gain everywhere.
+WHEN = {"layer_norm": Gains.IF_LARGE_ON_GPU, "group_norm": Gains.IF_LARGE}
 BATCH_NORM_ADD_ACT = GraphRule(
     "batch_norm_add_act", "act(batch_norm(x) + residual)", find_norm_add_act("batch_norm", batch_norm_add)
 )
@@ -184,21 +186,22 @@ ADD_NORMS = tuple(
         f"s = x + residual and {name}(s)",
         find_add_norm(name),
         (SUM, called(name, weight=NORM_WEIGHT)),
+        WHEN.get(name, Gains.EVERYWHERE),
     )
     for name in ("layer_norm", "rms_norm")
 )
 FORKED_NORMS = tuple(
-    GraphRule(f"forked_{name}", f"{name}(x) and x, whose gradients one kernel adds", find_forked_norm(name))
+    GraphRule(f"forked_{name}", f"{name}(x) and x, with one gradient", find_forked_norm(name), when=Gains.IN_TRAINING)
     for name in ("layer_norm", "rms_norm")
 )
 CAST_NORMS = tuple(
-    GraphRule(f"cast_{name}", f"{name}(x), if autocast only casts the result", find_cast_norm(name))
-    for name in ("layer_norm", "rms_norm")
+    GraphRule(f"cast_{name}", f"{name}(x), if autocast only casts the result", find_cast_norm(name), when=when)
+    for name, when in (("layer_norm", Gains.ON_GPU), ("rms_norm", Gains.EVERYWHERE))
 )
 CHANNEL_LAYER_NORM = GraphRule(
-    "channel_layer_norm", "layer_norm of an image over its channels, between two permutes", find_channel_layer_norm
+    "channel_layer_norm", "layer_norm between two permutes", find_channel_layer_norm, when=Gains.ON_GPU
 )
 NORM_FUNCTIONS = tuple(
-    GraphRule(name, f"F.{name}", find_norm_function(name))
+    GraphRule(name, f"F.{name}", find_norm_function(name), when=WHEN.get(name, Gains.EVERYWHERE))
     for name in ("batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm")
 )

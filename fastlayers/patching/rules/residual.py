@@ -16,7 +16,7 @@ from fastlayers.patching.ir.decompositions import permutation
 from fastlayers.patching.ir.operations import Attribute, Op
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rules.base import Deferred, GraphRule, Kind, Match
+from fastlayers.patching.rules.base import Deferred, Gains, GraphRule, Kind, Match
 from fastlayers.patching.rules.matchers import SUM, addition, dropout, ending_norm, is_parameter, skip_identities
 from fastlayers.patching.runtime import calls
 
@@ -154,7 +154,7 @@ SCALED = Kind(
     ("drop_path", "product with a parameter"),
     lambda view, node: view.op(node, "drop_path") is not None or scaled(view, node) is not None,
 )
-DROPOUT_ADD = GraphRule("dropout_add", "residual + dropout(x)", find_dropout_add, (DROPOUT, SUM))
+DROPOUT_ADD = GraphRule("dropout_add", "residual + dropout(x)", find_dropout_add, (DROPOUT, SUM), Gains.IF_LARGE)
 SCALE_ADD = GraphRule(
-    "scale_add", "residual + drop_path(gamma * x), either of the two or both", find_scale_add, (SCALED, SUM)
+    "scale_add", "residual + drop_path(gamma * x), or one of both", find_scale_add, (SCALED, SUM), Gains.IF_LARGE
 )

@@ -28,6 +28,7 @@ __all__ = [
     "HOOKS",
     "OWN_CALLS",
     "Casts",
+    "IdleTest",
     "calls_are_torchs",
     "cast_dtype",
     "casts_input",
@@ -45,7 +46,6 @@ __all__ = [
     "stock_forwards",
     "untouched",
     "with_little",
-    "with_little_on_a_gpu",
     "without_gradients",
     "without_kernels",
 ]
@@ -67,6 +67,10 @@ _call_impl: Any = nn.Module._call_impl
 _rewritten_everywhere = False
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
+
+
+#: A test of the first argument of a call.
+IdleTest: TypeAlias = Callable[[object], bool]
 
 
 class _Thread(threading.local):
@@ -128,11 +132,6 @@ def with_little(x: object) -> bool:
         and backends.get_backend() is None
         and not torch._C._len_torch_dispatch_stack()
     )
-
-
-def with_little_on_a_gpu(x: object) -> bool:
-    """:func:`with_little` for what has no kernels for a CPU."""
-    return without_kernels(x) or with_little(x)
 
 
 @contextmanager
