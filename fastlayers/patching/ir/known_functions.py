@@ -7,6 +7,7 @@ import inspect
 import itertools
 import textwrap
 import types
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,9 +19,9 @@ from fastlayers.patching.capture.recording import binder
 from fastlayers.patching.capture.syntax import lines_of, names_in
 from fastlayers.patching.ir.spellings import Spelling
 
-__all__ = ["canonical", "fused_rotary", "is_rotary", "known_spelling", "source_of"]
+__all__ = ["fused_rotary", "is_rotary", "known_function", "known_spelling"]
 
-#: Stochastic depth of single samples, in two common forms. :data:`KNOWN` has their operands.
+#: Stochastic depth of single samples, in two common forms. :data:`SPELLED` has their operands.
 DROP_PATH = """
 def drop_path(x, drop_prob=0.0, training=False, scale_by_keep=True):
     if drop_prob == 0.0 or not training:
@@ -53,6 +54,48 @@ def stochastic_depth(input, p, mode, training=True):
         noise.div_(survival_rate)
     return input * noise
 """
+#: Rotary embedding, of transformers.
+HALVES = """
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+"""
+#: That of heads of which only a part rotates, as in GPT-NeoX.
+PARTIAL = """
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    rotary_dim = cos.shape[-1]
+    q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
+    k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
+    q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)
+    k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)
+    q_embed = torch.cat([q_embed, q_pass], dim=-1)
+    k_embed = torch.cat([k_embed, k_pass], dim=-1)
+    return q_embed, k_embed
+"""
+#: Before transformers 5 both have a parameter that they do not use.
+BEFORE = "unsqueeze_dim=1", "position_ids=None, unsqueeze_dim=1"
+ROTATE_HALF = """
+def rotate_half(x):
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+"""
+#: What the losses of transformers call.
+FIXED_CROSS_ENTROPY = """
+def fixed_cross_entropy(source, target, num_items_in_batch=None, ignore_index=-100, **kwargs):
+    reduction = "sum" if num_items_in_batch is not None else "mean"
+    loss = nn.functional.cross_entropy(source, target, ignore_index=ignore_index, reduction=reduction)
+    if reduction == "sum":
+        if torch.is_tensor(num_items_in_batch):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        loss = loss / num_items_in_batch
+    return loss
+"""
 
 
 class Rename(ast.NodeTransformer):
@@ -84,88 +127,54 @@ def canonical(source: str) -> str:
     return "\n".join(ast.dump(part) for part in (args, *map(rename.visit, body)))
 
 
-def source_of(function: Any) -> str:
-    """The canonical source of a plain function; empty if it is not available."""
+KNOWN = {
+    canonical(DROP_PATH): "drop_path",
+    canonical(STOCHASTIC_DEPTH): "stochastic_depth",
+    **dict.fromkeys(map(canonical, (HALVES, HALVES.replace(*BEFORE))), "rotary"),
+    **dict.fromkeys(map(canonical, (PARTIAL, PARTIAL.replace(*BEFORE))), "partial_rotary"),
+    canonical(ROTATE_HALF): "rotate_half",
+    canonical(FIXED_CROSS_ENTROPY): "fixed_cross_entropy",
+}
+#: The operations of functions that are one, with their operands.
+SPELLED = {
+    "drop_path": Spelling("drop_path", ("input", "drop_prob", "training", "scale_by_keep")),
+    "stochastic_depth": Spelling("drop_path", ("input", "p", "mode", "training")),
+}
+_seen: WeakKeyDictionary[types.CodeType, str] = WeakKeyDictionary()
+
+
+def known_function(function: Any) -> str:
+    """What a plain function is called in :data:`KNOWN`, whatever its own name; empty if it is not one of them."""
     if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__") or function.__closure__:
         return ""
-    try:
-        return canonical(lines_of(function))
-    except (OSError, TypeError, SyntaxError, IndexError):
+    if (function.__module__ or "").startswith(("torch.", "fastlayers")):
         return ""
-
-
-KNOWN = {
-    canonical(DROP_PATH): Spelling("drop_path", ("input", "drop_prob", "training", "scale_by_keep")),
-    canonical(STOCHASTIC_DEPTH): Spelling("drop_path", ("input", "p", "mode", "training")),
-}
-_seen: WeakKeyDictionary[types.FunctionType, Spelling | None] = WeakKeyDictionary()
+    if function.__code__ not in _seen:
+        _seen[function.__code__] = ""
+        with suppress(OSError, TypeError, SyntaxError, IndexError):
+            _seen[function.__code__] = KNOWN.get(canonical(lines_of(function)), "")
+    return _seen[function.__code__]
 
 
 def known_spelling(function: Any) -> Spelling | None:
     """The operation that a function computes, with its operands; None if the function is not a known one."""
-    if not isinstance(function, types.FunctionType) or (function.__module__ or "").startswith(("torch.", "fastlayers")):
-        return None
-    if function not in _seen:
-        _seen[function] = KNOWN.get(source_of(function))
-    return _seen[function]
+    return SPELLED.get(known_function(function))
 
 
 # -- rotary embedding -------------------------------------------------------------------------------------------------
 
-HALVES = """
-def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed, k_embed
-"""
-#: Before transformers 5 it has a parameter that it does not use.
-BEFORE = "unsqueeze_dim=1", "position_ids=None, unsqueeze_dim=1"
-#: That of heads of which only a part rotates, as in GPT-NeoX.
-PARTIAL = """
-def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    rotary_dim = cos.shape[-1]
-    q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
-    k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
-    q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)
-    k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)
-    q_embed = torch.cat([q_embed, q_pass], dim=-1)
-    k_embed = torch.cat([k_embed, k_pass], dim=-1)
-    return q_embed, k_embed
-"""
-
-
-ROTATE_HALF = """
-def rotate_half(x):
-    x1 = x[..., : x.shape[-1] // 2]
-    x2 = x[..., x.shape[-1] // 2 :]
-    return torch.cat((-x2, x1), dim=-1)
-"""
-
-
-#: What they are called with, by their source: the defaults, and whether only a part of a head rotates.
-ROTARY = {
-    canonical(source.replace(*BEFORE) if before else source): ((None, 1) if before else (1,), source is PARTIAL)
-    for source in (HALVES, PARTIAL)
-    for before in (False, True)
-}
-
 
 def is_rotary(function: Any) -> bool:
     """Whether a function is transformers' apply_rotary_pos_emb, whatever its name."""
-    found = ROTARY.get(source_of(function))
-    if found is None or function.__defaults__ != found[0]:
+    if known_function(function) not in ("rotary", "partial_rotary") or function.__defaults__ not in ((1,), (None, 1)):
         return False
     scope = function.__globals__
-    return source_of(scope.get("rotate_half")) == canonical(ROTATE_HALF) and scope.get("torch") is torch
+    return known_function(scope.get("rotate_half")) == "rotate_half" and scope.get("torch") is torch
 
 
 def fused_rotary(scope: dict[str, Any], name: str, original: Any) -> Any:
     """A function that replaces a rotary function. It calls the global itself if that is another one by now."""
-    _, partial = ROTARY[source_of(original)]
+    partial = known_function(original) == "partial_rotary"
     names: dict[str, Any] = {}
     called = (original, original.__globals__["rotate_half"])
     tests = itertools.chain.from_iterable(inside_function(function, binder(names)) for function in called)

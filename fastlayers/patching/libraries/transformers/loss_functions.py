@@ -40,7 +40,7 @@ from torch import nn
 
 from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
 from fastlayers.patching.capture.syntax import parse
-from fastlayers.patching.ir.known_functions import canonical, source_of
+from fastlayers.patching.ir.known_functions import known_function
 from fastlayers.patching.libraries.adapters import RewrittenModel
 from fastlayers.patching.libraries.heads import is_known
 from fastlayers.patching.libraries.transformers.deferred_logits import (
@@ -66,17 +66,6 @@ def pretrained_model() -> type[nn.Module] | None:
 
 # -- transformers' loss functions -------------------------------------------------------------------------------------
 
-FIXED_CROSS_ENTROPY = """
-def fixed_cross_entropy(source, target, num_items_in_batch=None, ignore_index=-100, **kwargs):
-    reduction = "sum" if num_items_in_batch is not None else "mean"
-    loss = nn.functional.cross_entropy(source, target, ignore_index=ignore_index, reduction=reduction)
-    if reduction == "sum":
-        if torch.is_tensor(num_items_in_batch):
-            num_items_in_batch = num_items_in_batch.to(loss.device)
-        loss = loss / num_items_in_batch
-    return loss
-"""
-
 
 def known_loss(function: Any) -> tuple[Any, bool]:
     """The fused function that computes the same as a loss function of transformers; None if that is unknown.
@@ -85,7 +74,7 @@ def known_loss(function: Any) -> tuple[Any, bool]:
         The function, and whether it takes deferred logits.
     """
     scope = getattr(function, "__globals__", {})
-    if source_of(scope.get("fixed_cross_entropy")) != canonical(FIXED_CROSS_ENTROPY) or scope.get("nn") is not nn:
+    if known_function(scope.get("fixed_cross_entropy")) != "fixed_cross_entropy" or scope.get("nn") is not nn:
         return None, False
     return compiled_again(function) if "fixed_cross_entropy" in function.__code__.co_names else (None, False)
 
