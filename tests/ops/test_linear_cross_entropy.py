@@ -19,7 +19,7 @@ import fastlayers
 from fastlayers import backends, functional
 from fastlayers.ops import head
 from fastlayers.patching.libraries.transformers.deferred_logits import DeferredLogits
-from fastlayers.patching.runtime.lazy import Head
+from fastlayers.patching.runtime.lazy import Head, Recipe
 from tests.distributed.processes import run_in_processes
 from tests.harness import DEVICES, assert_close, excess, greatest_error, same_bits
 from tests.table.losses import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
@@ -604,9 +604,9 @@ def test_layer_says_what_differs():
 def test_deferred_logits_take_probabilities():
     """A patched loss passes its ignore_index, which linear_cross_entropy refuses with probabilities."""
     layer, hidden = nn.Linear(8, 5), torch.randn(6, 8)
-    head = Head(layer.weight, layer.bias, (), None)
+    recipe = Recipe(Head(layer.weight, layer.bias, (), None), "head", lambda logits: logits, None)
     target = torch.rand(6, 5).softmax(1)
-    loss = DeferredLogits(hidden, head, 1.0, None).cross_entropy(target, ignore_index=-100)
+    loss = DeferredLogits(recipe, (hidden,), 1.0, None, None).cross_entropy(target, ignore_index=-100)
     assert_close(loss, F.cross_entropy(layer(hidden), target))
 
 

@@ -109,7 +109,7 @@ def can_be_lazy() -> bool:
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
-def lazy(recipe: Recipe, sources: Sequence[Tensor]) -> Tensor:
+def lazy(recipe: Recipe, sources: Sequence[Tensor]) -> LazyTensor:
     """The logits of a layer, which are differentiable as if they had been computed.
 
     ``sources`` are the tensors of this call: the inputs of the layer, and what its adapters make of them.
@@ -205,15 +205,15 @@ class Link:
     ``torch.autograd.grad`` gives it. Where one of these is asked for, the backward of the loss computes the logits.
 
     Attributes:
-        recipe, given: of the logits, and its tensors.
+        recipe, given: of the logits, and what :meth:`Recipe.run` takes.
         hooks: on the logits.
         anchor: what the node of the loss looks at; the link itself from the moment that the gradient is asked for.
         gradient: of the logits, once it was computed.
     """
 
-    def __init__(self) -> None:
-        self.recipe: Recipe | None = None
-        self.given: tuple[Tensor | None, ...] = ()
+    def __init__(self, recipe: Recipe, sources: Sequence[Tensor]) -> None:
+        self.recipe = recipe
+        self.given: tuple[Tensor | None, ...] = (*sources, *recipe.head.tensors)
         self.hooks: OrderedDict[int, Callable[[Tensor], Tensor | None]] = OrderedDict()
         self.anchor: list[Link] = []
         self.gradient: Tensor | None = None
@@ -222,17 +222,12 @@ class Link:
         """Let the backward of the loss compute the logits."""
         self.anchor[:] = [self]
 
-    def loss(self, loss: Tensor, of_logits: Callable[[Tensor], Tensor], *given: Tensor | None) -> Tensor:
-        """The loss with a backward that passes through the logits where that is asked for.
-
-        Args:
-            of_logits: computes it from the logits.
-            given: the tensors of the layer.
-        """
-        return Linked.apply(loss, self.anchor, of_logits, *given)  # type: ignore[no-any-return]
+    def loss(self, loss: Tensor, of_logits: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss with a backward that passes through the logits where that is asked for. ``of_logits`` computes it
+        from them."""
+        return Linked.apply(loss, self.anchor, of_logits, *self.given)  # type: ignore[no-any-return]
 
     def gradients(self, of_logits: Callable[[Tensor], Tensor], dloss: Tensor, needs: Sequence[bool]) -> list[Any]:
-        assert self.recipe is not None
         differentiable = torch.is_grad_enabled()
         with torch.enable_grad():
             aliases: list[Any] = [None if t is None else t.view_as(t) for t in self.given]

@@ -21,7 +21,7 @@ from fastlayers.ops.reference import LOW_PRECISION, autocasts
 from fastlayers.patching.libraries.heads import find
 from fastlayers.patching.runtime import checks
 from fastlayers.patching.runtime.checks import original_class
-from fastlayers.patching.runtime.lazy import Head, LazyTensor, Link, Recipe, can_be_lazy, lazy
+from fastlayers.patching.runtime.lazy import Head, Link, Recipe, can_be_lazy, lazy
 
 #: Logits of an evaluation, in float32, that are computed at once: bytes on a CPU, and the part of a GPU's memory.
 MOST_ON_A_CPU, SMALL_PART = 2**31, 1 / 16
@@ -32,16 +32,23 @@ DEVICES = ("cuda", "cpu")
 class DeferredLogits(NamedTuple):
     """The logits of a layer, not computed for the loss: softcap·tanh(scale·head(hidden)/softcap).
 
-    ``adapted`` is what each adapter of the layer makes of the hidden states, ``link`` what connects the logits of the
-    output with the loss.
+    ``recipe`` computes them from ``sources`` as the forward does, ``link`` connects the logits of the output with the
+    loss.
     """
 
-    hidden: Tensor
-    head: Head
+    recipe: Recipe
+    sources: tuple[Tensor, ...]
     scale: float
     softcap: float | None
-    adapted: tuple[Tensor, ...] = ()
-    link: Link | None = None
+    link: Link | None
+
+    @property
+    def head(self) -> Head:
+        return self.recipe.head
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.sources[0]
 
     @property
     def device(self) -> torch.device:
@@ -53,13 +60,11 @@ class DeferredLogits(NamedTuple):
         rows = self.hidden.reshape(-1, self.hidden.shape[-1])
         return rows if self.head.dtype is None else rows.to(self.head.dtype)
 
-    def compute(self) -> Tensor:
-        logits = self.head.product(self.hidden, self.adapted, *self.head.tensors) * self.scale
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
-
     def view(self, rows: int, columns: int) -> DeferredLogits | Tensor:
         """The logits as rows, as a loss takes them."""
-        return self if columns == self.head.classes else self.compute().view(rows, columns)
+        if columns == self.head.classes:
+            return self
+        return self.recipe.run(*self.sources, *self.head.tensors).view(rows, columns)
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Tensor:
         rows, bias = self.rows, self.head.bias
@@ -70,9 +75,7 @@ class DeferredLogits(NamedTuple):
         if bias is not None and self.head.dtype is not None:
             bias = bias.to(self.head.dtype)
         loss = functional.linear_cross_entropy(rows, self.head.weight, target, linear_bias=bias, **options)
-        if self.link is None or not loss.requires_grad:
-            return loss
-        return self.link.loss(loss, of_logits, self.hidden, *self.adapted, *self.head.tensors)
+        return loss if self.link is None or not loss.requires_grad else self.link.loss(loss, of_logits)
 
     @staticmethod
     def of_logits(target: Tensor, logits: Tensor, **options: Any) -> Tensor:
@@ -81,9 +84,9 @@ class DeferredLogits(NamedTuple):
 
     def low_rank(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
         """The products of all adapters as one. Adapters in 16 bits beside a layer in another dtype are cast to that."""
-        if not self.adapted:
+        pairs = list(zip(self.sources[1:], self.head.thin, strict=True))
+        if not pairs:
             return None
-        pairs = list(zip(self.adapted, self.head.thin, strict=True))
         x, thin = pairs[0] if len(pairs) == 1 else (torch.cat(factors, -1) for factors in zip(*pairs, strict=True))
         x = x.reshape(-1, x.shape[-1])
         if autocasts(rows.device.type) or thin.dtype is torch.float32:
@@ -121,10 +124,13 @@ def defer(
     hidden: Tensor,
     scale: Any,
     softcap: Any,
+    finish: Callable[[Tensor], Tensor],
+    name: str,
 ) -> DeferredLogits | None:
     """The deferred logits of ``head`` if their loss can be computed without them; None if they must be computed.
 
-    ``known`` is the loss function that takes them, besides torch's, and the heads that end with a child.
+    ``finish`` and ``name`` are those of a :class:`Recipe`, ``known`` is the loss function that takes deferred logits,
+    besides torch's, and the heads that end with a child.
     """
     ours, splits = known
     trains = model.training and torch.is_grad_enabled()
@@ -147,9 +153,10 @@ def defer(
         return None
     for argument, outer in arguments:
         hidden = argument(outer, hidden)
-    adapted = tuple(adapter(hidden) for adapter in found.adapters)
-    link = Link() if torch.is_grad_enabled() and can_be_lazy() else None
-    return DeferredLogits(hidden, found.head, float(scale), softcap, adapted, link)
+    sources = (hidden, *(adapter(hidden) for adapter in found.adapters))
+    recipe = Recipe(found.head, name, finish, autocast_dtype(hidden))
+    link = Link(recipe, sources) if torch.is_grad_enabled() and can_be_lazy() else None
+    return DeferredLogits(recipe, sources, float(scale), softcap, link)
 
 
 def fits(hidden: Tensor, classes: int) -> bool:
@@ -160,15 +167,12 @@ def fits(hidden: Tensor, classes: int) -> bool:
     return logits <= torch.cuda.get_device_properties(hidden.device).total_memory * SMALL_PART
 
 
-def later(logits: DeferredLogits, finish: Callable[[Tensor], Tensor], name: str) -> Tensor | None:
-    """The logits of an output whose loss was computed from deferred ones; ``name`` is that of the head."""
+def later(logits: DeferredLogits) -> Tensor | None:
+    """The logits of an output whose loss was computed from deferred ones."""
     if not can_be_lazy():
         return None
-    recipe = Recipe(logits.head, name, finish, autocast_dtype(logits.hidden))
-    made = lazy(recipe, (logits.hidden, *logits.adapted))
-    if logits.link is not None and isinstance(made, LazyTensor):
-        made.link, logits.link.recipe = logits.link, recipe
-        logits.link.given = (logits.hidden, *logits.adapted, *logits.head.tensors)
+    made = lazy(logits.recipe, logits.sources)
+    made.link = logits.link
     return made
 
 

@@ -394,7 +394,7 @@ def defer_logits(tree: ast.FunctionDef, pair: Pair) -> None:
     computing, hidden = tree.body[pair.start : pair.end], ast.unparse(pair.call.args[0])
     parts = (pair.call.func, pair.scale, pair.softcap)
     head, scale, softcap = map(ast.unparse, parts)
-    operands = f"self, {pair.function}, {head}, {KNOWN}, {HIDDEN}, {scale}, {softcap}"
+    operands = f"self, {pair.function}, {head}, {KNOWN}, {HIDDEN}, {scale}, {softcap}, {FINISH}, {pair.head!r}"
     before = f"""
 def {FINISH}({PRODUCT}):
     return {pair.logits}
@@ -405,7 +405,7 @@ if {pair.logits} is None:
 """
     after = f"""
 if isinstance({pair.logits}, {DEFERRED}):
-    {pair.logits} = {LATER}({pair.logits}, {FINISH}, {pair.head!r})
+    {pair.logits} = {LATER}({pair.logits})
 """
     finish, *rest = ast.parse(before).body
     assert isinstance(finish, ast.FunctionDef)
