@@ -457,11 +457,7 @@ class Region:
             entry.read = tuple(i for i in entry.changed if i in depends) if entry.facts.wanted else ()
             if entry.facts.wanted:
                 entry.derivative = self.derivative_of(entry, module, real)
-                if isinstance(entry.derivative, Derivative):
-                    places = entry.order(range(len(inputs)))
-                    read = [number for number, place in enumerate(places) if place in entry.derivative.read]
-                    for code in filter(None, (entry.plain, generated)):
-                        code.set_read(read)
+                entry.tell_what_is_read(entry.plain, generated)
             entry.draws = any(not torch.equal(a, b) for a, b in zip(random, random_state(real), strict=True))
 
             def agrees(code: Executor) -> bool:
