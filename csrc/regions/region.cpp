@@ -258,6 +258,7 @@ struct Region : torch::CustomClassHolder {
   int64_t count = 0;                      // the number of inputs that need gradients, the first ones
   Numbers results, kept, grads, wanted;   // registers; -1 for a gradient that is missing
   Numbers written;                        // the inputs whose versions the forward raises
+  Numbers read;                           // those whose values a derivative of the backward reads
   Numbers active;                         // the results that have gradients
   std::vector<Numbers> strides;           // of these gradients, as they were recorded
   int64_t identity = 0;                   // differs from that of every other region of this process
@@ -364,7 +365,8 @@ struct RegionBackward final : autograd::Node {
   c10::intrusive_ptr<Region> region;
   std::vector<autograd::SavedVariable> saved;  // what the region keeps, and then what `from` adds
   // For the derivative of the backward: the inputs, undefined where one was computed by another node. Such a one is in `saved`, from[i]
-  // says where: hooks on saved tensors, as those of checkpoints are, decide whether it stays alive. Parameters do anyway.
+  // says where: hooks on saved tensors, as those of checkpoints are, decide whether it stays alive. Parameters do anyway; those that the
+  // derivative reads are there too if there are hooks, which may keep a copy.
   Tensors inputs;
   Numbers versions, from;
   IValue again;
@@ -536,12 +538,14 @@ void set_history(const c10::intrusive_ptr<Region>& region, IValue again, Tensors
     const auto& t = registers[r].toTensor();
     node->saved.emplace_back(t, /*is_output=*/t.grad_fn().get() == node.get());
   }
+  const bool hooks = at::SavedTensorDefaultHooks::get_hooks().has_value();
   node->versions.reserve(inputs.size());
   node->from.assign(inputs.size(), -1);
   for (size_t i = 0; i < inputs.size(); ++i) {
     const Tensor t = inputs.get(i);
     node->versions.push_back(t.is_inference() ? -1 : t._version());
-    if (!t.grad_fn()) continue;
+    const bool decided = hooks && std::find(region->read.begin(), region->read.end(), static_cast<int64_t>(i)) != region->read.end();
+    if (!t.grad_fn() && !decided) continue;
     const auto known = std::find(region->kept.begin(), region->kept.end(), static_cast<int64_t>(i));
     node->from[i] = known - region->kept.begin();
     if (known == region->kept.end()) {
@@ -551,7 +555,7 @@ void set_history(const c10::intrusive_ptr<Region>& region, IValue again, Tensors
     inputs.set(i, Tensor());
   }
   // A checkpoint gives what its recomputation keeps to this node, by order: it compares shapes, so that of another region is told apart.
-  if (at::SavedTensorDefaultHooks::get_hooks()) node->saved.emplace_back(at::empty({0, region->identity}), /*is_output=*/false);
+  if (hooks) node->saved.emplace_back(at::empty({0, region->identity}), /*is_output=*/false);
   node->inputs = std::move(inputs);
   node->region = region;
   node->again = std::move(again);
@@ -614,6 +618,7 @@ TORCH_LIBRARY_FRAGMENT(fastlayers_regions, m) {
       .def(torch::init<>())
       .def("operation", &Region::add_operation)
       .def("finish", &Region::finish)
+      .def("set_read", [](const c10::intrusive_ptr<Region>& self, Numbers read) { self->read = std::move(read); })
       .def("forward", &forward)
       .def("backward", &backward)
       .def("address", [](const c10::intrusive_ptr<Region>& region) { return reinterpret_cast<int64_t>(region.get()); });

@@ -160,20 +160,20 @@ class Given:
     bare: bool = False
 
 
-_numbers: ContextVar[set[str] | None] = ContextVar("_numbers", default=None)
+_read: ContextVar[set[str] | None] = ContextVar("_read", default=None)
 
 
 @contextmanager
-def noting_numbers() -> Iterator[set[str]]:
-    """Collect the names of the attributes of modules that traces read meanwhile, and that are numbers."""
+def noting_attributes() -> Iterator[set[str]]:
+    """Collect the names of the attributes of modules that traces read meanwhile."""
     read: set[str] = set()
-    token = _numbers.set(read)
+    token = _read.set(read)
     try:
         yield read
     finally:
-        _numbers.reset(token)
+        _read.reset(token)
 
 
-def note_number(name: str) -> None:
-    if (noted := _numbers.get()) is not None:
+def note_attribute(name: str) -> None:
+    if (noted := _read.get()) is not None:
         noted.add(name)

@@ -40,7 +40,7 @@ from fastlayers.patching.capture.lookups import (
     same_call,
 )
 from fastlayers.patching.capture.proxies import IS_TENSOR, Mapped, Opaque, Recorder
-from fastlayers.patching.capture.recording import Given, Recording, Segment, equality, module_expression, note_number
+from fastlayers.patching.capture.recording import Given, Recording, Segment, equality, module_expression, note_attribute
 from fastlayers.patching.capture.run import Run, errors_as_refusals, outside
 from fastlayers.patching.capture.syntax import INPLACE, statement_at_fault
 from fastlayers.patching.capture.values import (
@@ -181,8 +181,7 @@ class Trace(Run):
     def held(self, module: nn.Module, origin: str, name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self.tensor(module, name)
-        if type(value) in (int, float):
-            note_number(name)
+        note_attribute(name)
         return super().held(module, origin, name, value)
 
     def registered(self, module: nn.Module, origin: str, registry: str, name: str) -> Any:

@@ -134,9 +134,14 @@ class PythonExecutor:
                 f"    return {items(str(name) for name in program.wanted)}",
             ]
         self.facts, self.source, self.identity = facts, "\n".join(lines) + "\n", next(_identities)
+        self.read: list[int] = []
         made = compiled(self.source, tuple(scope.items()))
         self.forward: Any = made["forward"]
         self.backward: Any = made.get("backward")
+
+    def set_read(self, places: list[int]) -> None:
+        """Note which inputs have values that a derivative of the backward reads."""
+        self.read = places
 
     def call(self, inputs: Tensors) -> Sequence[Tensor]:
         """The results of a call that autograd does not record."""
@@ -168,8 +173,11 @@ class Node(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         marks: Tensors = ()
         ctx.kept, ctx.made = len(kept), ()
-        if guard.hooks_decide_what_is_kept():  # A checkpoint does not keep what it computes again,
-            ctx.made = tuple(i for i, t in enumerate(given.parameters) if t is not None and t.grad_fn is not None)
+        if (
+            guard.hooks_decide_what_is_kept()
+        ):  # They may keep a copy. A checkpoint does not keep what it computes again,
+            read, each = executor.read, enumerate(given.parameters)
+            ctx.made = tuple(i for i, t in each if t is not None and (t.grad_fn is not None or i in read))
             # and gives what its recomputation keeps to this node, by order. It compares shapes, so these differ.
             marks = (torch.empty(0, executor.identity),)
         ctx.save_for_backward(*kept, *(given.parameters[i] for i in ctx.made), *marks)
@@ -331,6 +339,9 @@ class NativeExecutor:
             numbers(program.results), numbers(program.kept), numbers(program.grads), numbers(program.wanted),
             len(registers), facts.wanted, list(facts.written), list(facts.active), [list(s) for s in facts.strides],
         )  # fmt: skip
+
+    def set_read(self, places: list[int]) -> None:
+        self._region.set_read(places)
 
     def forward(self, *inputs: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         return self._region.forward(list(inputs))  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
@@ -55,6 +55,10 @@ FILLING = (
 )
 #: Those that write some of it, whatever was there: what they leave is garbage without a region, too.
 PLACING = ("::index_put_", "::index_copy_", "::scatter_")
+
+#: Arguments that are written and whose version stays, as torch has it: backwards of other calls of a batch norm refer
+#: to its statistics.
+UNCOUNTED = frozenset({"running_mean", "running_var"})
 
 #: The namespaces of operations that declare what they write, but for those that update running statistics.
 DECLARING = frozenset({"aten", "fastlayers"})
@@ -160,12 +164,13 @@ class Tape(Mode):
         if communicates(func):
             raise Refusal(Reason.UNKNOWN_CALL, f"{func} communicates with other processes")
         written = written_arguments(func, args, kwargs)
+        uncounted = written_arguments(func, args, kwargs, UNCOUNTED)
         if func is aten.lift_fresh.default:  # torch.tensor([1, 2]): a new tensor in each call
             with _disable_current_modes():
                 constant = args[0].clone()
             self.add(aten.clone.default, (Value(self.add_constant(constant)),), {}, args[0], effect=False)
             return args[0]
-        self._check_written(written)
+        self._check_written(written, uncounted)
         name = schema.name
         is_view = not written and bool(schema.returns) and schema.returns[0].alias_info is not None
         is_view |= name == "aten::_unsafe_view"
@@ -219,13 +224,13 @@ class Tape(Mode):
         self.add(function, *call, out, True)
         return out
 
-    def _check_written(self, written: Iterable[Any]) -> None:
+    def _check_written(self, written: Iterable[Any], uncounted: Sequence[Any]) -> None:
         for given in written:
             for t in given if isinstance(given, list | tuple) else [given]:
                 if isinstance(t, Tensor):
                     if storage(t) in self._protected:
                         raise Refusal(Reason.VISIBLE_MUTATION, "an input is overwritten")
-                    if storage(t) in self._state:
+                    if storage(t) in self._state and not any(t is other for other in uncounted):
                         self.written.append(t)
 
     def check_read(self, values: Iterable[Any]) -> None:
@@ -344,12 +349,14 @@ def line_of(frame: FrameType | None) -> str | None:
     return f"{place}: {linecache.getline(file, number).strip()}"
 
 
-def written_arguments(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """What a call is given that the operation writes: tensors, and lists of them."""
+def written_arguments(
+    function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], names: Container[str] | None = None
+) -> list[Any]:
+    """What a call is given that the operation writes: tensors, and lists of them; those with these names only."""
     return [
         args[i] if i < len(args) else kwargs.get(argument.name)
         for i, argument in enumerate(function._schema.arguments)
-        if argument.is_write
+        if argument.is_write and (names is None or argument.name in names)
     ]
 
 

@@ -2,8 +2,8 @@
 
 The blocks of a model run the same code, on modules of the same classes with the same attributes. Recording that code
 again for each of them is most of the time that patching takes. Modules are alike if all that planning may read of them
-and of the modules inside is the same: classes, attributes, and what their tensors look like. Only numbers may differ
-that no forward looked at, such as the index of a layer.
+and of the modules inside is the same: classes, attributes, and what their tensors look like. Only numbers and the
+strings in a dict may differ that no forward looked at, such as the index of a layer, or its name in a dict of peft's.
 
 Nothing here decides what a model computes. A generated class tests on every call what it relies on, whichever module
 has it; were two modules alike that should not be, the original forward would run in one of them.
@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fastlayers.patching.capture.recording import noting_numbers
+from fastlayers.patching.capture.recording import noting_attributes
 from fastlayers.patching.capture.values import PRIMITIVES
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rewrite.engine import Fused
@@ -41,28 +41,28 @@ class Outcomes:
         Raises:
             Refusal: ``make`` raised it, now or for a module that is alike.
         """
-        numbers: dict[str, list[Any]] = {}
-        known = self._known.setdefault((tuple(described(module, numbers)), excluded), [])
-        outcome = next((found for names, values, found in known if values == chosen(numbers, names)), None)
+        free: dict[str, list[Any]] = {}
+        known = self._known.setdefault((tuple(described(module, free)), excluded), [])
+        outcome = next((found for names, values, found in known if values == chosen(free, names)), None)
         if outcome is None:
-            with noting_numbers() as read:
+            with noting_attributes() as read:
                 try:
                     outcome = make()
                 except Refusal as refusal:
                     outcome = refusal.kept()
             names = frozenset(read)
-            known.append((names, chosen(numbers, names), outcome))
+            known.append((names, chosen(free, names), outcome))
         if isinstance(outcome, Refusal):
             raise Refusal(outcome.reason, outcome.detail)
         return outcome
 
 
-def chosen(numbers: dict[str, list[Any]], names: frozenset[str]) -> list[Any]:
-    return [(name, numbers[name]) for name in sorted(names.intersection(numbers))]
+def chosen(free: dict[str, list[Any]], names: frozenset[str]) -> list[Any]:
+    return [(name, free[name]) for name in sorted(names.intersection(free))]
 
 
-def described(module: nn.Module, numbers: dict[str, list[Any]]) -> Iterator[Any]:
-    """All that planning may read of a module and the modules inside; numbers go to ``numbers``, by attribute."""
+def described(module: nn.Module, free: dict[str, list[Any]]) -> Iterator[Any]:
+    """All that planning may read of a module and the modules inside; what may differ goes to ``free``, by attribute."""
     seen: dict[int, int] = {}
     pending = [module]
     while pending:
@@ -75,8 +75,12 @@ def described(module: nn.Module, numbers: dict[str, list[Any]]) -> Iterator[Any]
         ours = not type(present).__module__.startswith("torch.")
         for name, value in vars(present).items():
             if ours and type(value) in (int, float):
-                numbers.setdefault(name, []).append((type(value), value))
+                free.setdefault(name, []).append((type(value), value))
                 yield name, type(value)
+            elif ours and type(value) is dict and name != "_modules":
+                texts = {key: item for key, item in value.items() if type(item) is str}
+                free.setdefault(name, []).append(texts)
+                yield name, *(key if key in texts else description((key, item), seen) for key, item in value.items())
             elif name != "_modules":
                 yield name, description(value, seen)
         for name, child in present._modules.items():

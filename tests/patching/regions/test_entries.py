@@ -345,3 +345,22 @@ def test_a_parameter_that_is_frozen_between_a_checkpoint_and_its_backward():
     patched.batch.weight.requires_grad_(False)
     with pytest.raises(CheckpointError, match=r"different metadata|A different number of tensors"):
         torch.autograd.grad(out.sum(), [patched.batch.bias, patched.layer.weight])
+
+
+@pytest.mark.parametrize("how", ["data", "in place"])
+def test_a_derivative_of_what_hooks_have_copied(how, ran):
+    """As save_on_cpu does on a GPU: a second derivative, too, has the weights of the call."""
+    stock, found = Normed().double(), []
+    for model in (stock, fastlayers.patch_model(copy.deepcopy(stock))):
+        for _ in range(3):
+            model(inputs()).sum().backward()
+        x = inputs()
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+            y = model(x)
+        with torch.no_grad():
+            weight = model.layer.weight
+            (weight.data if how == "data" else weight).mul_(3)
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        found.append([dx, *torch.autograd.grad(dx.square().sum(), [x, *model.parameters()], allow_unused=True)])
+    assert ran
+    torch.testing.assert_close(found[1], found[0])

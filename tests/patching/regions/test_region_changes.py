@@ -8,7 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.patching.regions.blocks import Attention, Block, DropPath, Idioms, in_regions, same, tokens
+from tests.harness import DEVICES
+from tests.patching.regions.blocks import (
+    Attention,
+    Block,
+    Bottleneck,
+    DropPath,
+    Idioms,
+    images,
+    in_regions,
+    recorded,
+    same,
+    tokens,
+)
 
 pytestmark = [
     pytest.mark.cpu_kernels,
@@ -143,3 +155,17 @@ def test_a_replaced_function_is_called(owner, name, value, monkeypatch):
         same(module, region, x)
     monkeypatch.undo()
     same(module, region, x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_statistics_that_another_backward_refers_to(device):
+    """A batch norm is called by itself, and its backward comes after a call of the region that updates its statistics:
+    torch does not count that as a write."""
+    x, given = images().to(device), torch.randn(2, 4, 3, 3, device=device, requires_grad=True)
+    region = recorded(Bottleneck().to(device), x)
+    norm = region.bn1
+    y = F.batch_norm(given, norm.running_mean, norm.running_var, training=True)
+    before = norm.running_mean.clone()
+    region(x)
+    assert not torch.equal(norm.running_mean, before)
+    y.square().sum().backward()

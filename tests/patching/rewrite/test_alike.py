@@ -120,6 +120,30 @@ def test_objects_that_hold_the_same(other, alike, recorded, x):
     assert type(model[0]) is not Holding
 
 
+class Named(nn.Module):
+    """A block with strings in a dict, as layers of peft have their names there."""
+
+    def __init__(self, reads, name):
+        super().__init__()
+        self.bn, self.reads, self.options = nn.BatchNorm2d(4), reads, {"name": name, "scale": 2.0}
+
+    def forward(self, x):
+        if self.reads and self.options["name"] == "first":
+            x = x * 3
+        return torch.relu(self.bn(x) + x)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_strings_that_no_forward_reads(reads, recorded, x):
+    model = nn.Sequential(Named(reads, "first"), Named(reads, "second"), Named(reads, "second"))
+    check(model, x)
+    recorded.clear()
+    patch_model(model)
+    assert recorded == [nn.Sequential, *[Named] * (2 if reads else 1)]
+    assert (type(model[0]) is type(model[1])) is not reads
+    assert type(model[1]) is type(model[2]) is not Named
+
+
 def test_an_object_that_holds_itself(recorded, x):
     model = nn.Sequential(Holding(), Holding())
     for block in model:
