@@ -57,8 +57,11 @@ def test_a_wrapper_that_an_adapter_knows(library):
 
 
 class Registering:
+    known = ()
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        Registering.known += (cls,)
 
 
 class Registered(Registering, nn.Module):
@@ -73,6 +76,7 @@ def test_a_hook_of_subclasses_that_an_adapter_knows(library):
 
     with pytest.warns(UserWarning, match="nothing in Registered was patched"):
         assert patch_report(patch_model(Registered()))[""].reason is Reason.CLASS_HOOKS
+    assert Registering.known == (Registered,)
     with register_adapter("my_library", Mine):
         assert patch_report(patch_model(Registered())).counts() == {"add_relu": 1}
 
