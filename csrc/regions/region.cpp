@@ -526,6 +526,14 @@ struct RegionBackward final : autograd::Node {
   }
 };
 
+// Whether the present hooks on saved tensors are none of ours, which keep them as they are.
+bool hooks_decide() {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::hooks_decide", "");
+  Stack stack;
+  op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack);
+  return stack[0].toBool();
+}
+
 // Give the results in the registers a node.
 void set_history(const c10::intrusive_ptr<Region>& region, IValue again, Tensors inputs, Registers& registers) {
   autograd::edge_list edges;
@@ -538,13 +546,13 @@ void set_history(const c10::intrusive_ptr<Region>& region, IValue again, Tensors
     const auto& t = registers[r].toTensor();
     node->saved.emplace_back(t, /*is_output=*/t.grad_fn().get() == node.get());
   }
-  const bool hooks = at::SavedTensorDefaultHooks::get_hooks().has_value();
+  const bool hooks = at::SavedTensorDefaultHooks::get_hooks().has_value(), decide = hooks && hooks_decide();
   node->versions.reserve(inputs.size());
   node->from.assign(inputs.size(), -1);
   for (size_t i = 0; i < inputs.size(); ++i) {
     const Tensor t = inputs.get(i);
     node->versions.push_back(t.is_inference() ? -1 : t._version());
-    const bool decided = hooks && std::find(region->read.begin(), region->read.end(), static_cast<int64_t>(i)) != region->read.end();
+    const bool decided = decide && std::find(region->read.begin(), region->read.end(), static_cast<int64_t>(i)) != region->read.end();
     if (!t.grad_fn() && !decided) continue;
     const auto known = std::find(region->kept.begin(), region->kept.end(), static_cast<int64_t>(i));
     node->from[i] = known - region->kept.begin();
@@ -657,6 +665,7 @@ TORCH_LIBRARY_FRAGMENT(fastlayers_regions, m) {
       {{"again", object}, {"inputs", tensors}, {"versions", integers}, {"kept", tensors}, {"grads", gradients},
        {"needs", c10::ListType::ofBools()}},
       {{"", gradients}}));
+  m.def(c10::FunctionSchema("fastlayers_regions::hooks_decide", "", {}, {{"", truth}}));
   m.def(c10::FunctionSchema(
       "fastlayers_regions::run_kernel", "", {{"function", object}, {"tensors", tensors}}, {{"", gradients}}));
 }

@@ -19,6 +19,7 @@ from fastlayers.graphs.gradients import Gradients
 from fastlayers.graphs.pool import Call, Pool, in_memory, in_one_segment
 from fastlayers.graphs.state import State, UncapturedError, begun_collectives
 from fastlayers.graphs.words import InWords
+from fastlayers.ops.autocast import Given
 from fastlayers.ops.dtensor import Whole, differentiable_shard_of, memory_of, shard_of
 from fastlayers.ops.guard import PLAIN, KeptAsIs, kept_as_is
 from fastlayers.patching.capture.run import is_ours
@@ -35,6 +36,8 @@ __all__ = ["COMMUNICATES", "Capture", "capturing"]
 
 #: Why a call is not captured: a process that runs a forward again, for a backward out of order, would do so alone.
 COMMUNICATES = "communicates with other processes"
+
+_retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 _lock = threading.RLock()
@@ -327,7 +330,7 @@ class Capture:
         return [i for i, dy in enumerate(dys) if dy is not None] == self.used
 
     def backward(self, call: Call, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
-        again = torch._C._autograd._get_current_graph_task_keep_graph()
+        again = _retains_graph()
         with self.pool.lock:
             if call.pending:
                 self.pool.write(self._number, self.device)
@@ -362,14 +365,13 @@ class Storages(KeptAsIs):
 
 
 class Replay(torch.autograd.Function):
-    """A replayed call. What its backward needs is in the memory of the graphs; the arguments are kept in case that the
-    backward is differentiated, for which the forward runs again."""
+    """A replayed call. What its backward needs is in the memory of the graphs. It refers to its arguments in case that
+    the forward runs again; were they saved tensors, nobody could write them before a backward that does not need it."""
 
     @staticmethod
     def forward(ctx: Any, capture: Capture, call: Call, given: Sequence[Tensor], *wanted: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*given, *wanted)
-        ctx.capture, ctx.call, ctx.count = capture, call, len(given)
+        ctx.capture, ctx.call, ctx.count, ctx.given = capture, call, len(given), Given(*given, *wanted)
         results = capture.forward()
         ctx.mark_non_differentiable(*capture.constant(results))
         return results
@@ -379,6 +381,11 @@ class Replay(torch.autograd.Function):
         capture, call = ctx.capture, ctx.call
         if all(dy is None for dy in dys):
             return (None,) * (3 + len(ctx.needs_input_grad[3:]))
+        if ctx.given is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: what a graphed forward was given was freed. "
+                "Specify retain_graph=True in the first backward"
+            )
         if torch.is_grad_enabled():
             capture.stale = "its backward is differentiated (create_graph=True)"
         elif not capture.fits(dys):
@@ -388,12 +395,19 @@ class Replay(torch.autograd.Function):
             capture.stale = "its parameters move between a forward and its backward"
         elif not call.done:
             capture.check(call)
-            grads = capture.backward(call, dys)
+            grads: Sequence[Tensor | None] = capture.backward(call, dys)
             if debug.ENABLED:
                 with suppress(NotAgainError):
                     debug.compare(grads, again(ctx, dys), f"gradients of a {capture.described}", capture.autocast)
-            return None, None, None, *grads
-        return None, None, None, *again(ctx, dys)
+            return None, None, None, *Replay.freed(ctx, grads)
+        return None, None, None, *Replay.freed(ctx, again(ctx, dys))
+
+    @staticmethod
+    def freed(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The gradients, after the node has let go of what it was given, as one that saved it would."""
+        if not (torch.is_grad_enabled() or _retains_graph()):
+            ctx.given = None
+        return grads
 
 
 def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -406,7 +420,7 @@ def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     if capture.communicates:
         raise not_again(capture, "it communicates with other processes, which might not run it")
     try:
-        tensors = ctx.saved_tensors
+        tensors = ctx.given.unchanged()
     except RuntimeError:
         raise not_again(capture, "its arguments or parameters were written since") from None
     given, wanted = tensors[: ctx.count], tensors[ctx.count :]

@@ -379,7 +379,6 @@ def step_of(module: nn.Module, row: Row, outcome: Fused) -> Step:
     fused = tuple(outcome.rules.items())
     outcome.cls.__fastlayers_rules__ = fused  # type: ignore[attr-defined]
     outcome.cls.__fastlayers_left__ = left  # type: ignore[attr-defined]
-    outcome.cls.__fastlayers_reason__ = Left()  # type: ignore[attr-defined]
     outcome.cls.__fastlayers_absorbs__ = outcome.absorbed  # type: ignore[attr-defined]
     became = shown_name(outcome.cls)
     return Step(module, Row(row.fqn, row.was, became, fused, left=left, aliases=row.aliases), outcome.cls)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -288,3 +290,38 @@ def test_parameters_that_move_before_a_backward():
             p.data = p.clone()
     assert_equal(torch.autograd.grad(out.square().sum(), parameters), expected)
     assert capture.stale == "its parameters move between a forward and its backward"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_backward_does_not_need_may_be_written(compiled):
+    """Compiled autograd takes all tensors that a node has saved, of which torch tests the versions."""
+    x, w, b = (torch.randn(3, requires_grad=True) for _ in range(3))
+
+    class Replayed(SimpleNamespace):
+        def forward(self):
+            return (torch.ones(3),)
+
+        def constant(self, results):
+            return []
+
+        def fits(self, dys):
+            return True
+
+        def check(self, call):
+            pass
+
+        def backward(self, call, dys):
+            call.done = True
+            return [dys[0] * 2, None, dys[0] * 3]
+
+    capture = Replayed(state=SimpleNamespace(is_in_place=lambda: True), places=[0], stale="", communicates=False)
+    (out,) = Replay.apply(capture, Call((), []), [x], x, w, b)
+    with torch.no_grad():
+        b.add_(1)
+    with compiled_autograd._enable(lambda graph: graph) if compiled else nullcontext():
+        grads = torch.autograd.grad(out.sum(), [x, w, b], allow_unused=True)
+    assert grads[1] is None
+    assert_equal([grads[0], grads[2]], [torch.full((3,), 2.0), torch.full((3,), 3.0)])
+    if not compiled:
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(out, x, torch.ones(3))

@@ -470,6 +470,7 @@ def _load() -> str | None:
     definitions.impl("differentiate", differentiate, "CompositeImplicitAutograd")
     definitions.impl("needed", needed, "CompositeImplicitAutograd")
     definitions.impl("some", some, "CompositeImplicitAutograd")
+    definitions.impl("hooks_decide", guard.hooks_decide_what_is_kept, "CompositeImplicitAutograd")
     definitions.impl("run_kernel", lambda kernel, tensors: kernel(tensors), "CompositeImplicitAutograd")
     _definitions.append(definitions)
     return None

@@ -205,14 +205,16 @@ class Entry:
     apart: bool = False
     _partial: dict[frozenset[int], tuple[Executor, list[int]] | None] = field(default_factory=dict)
 
-    def tell_what_is_read(self, *codes: Executor | None) -> None:
-        """Tell the code which inputs have values that a derivative of the backward reads."""
-        if isinstance(self.derivative, Derivative):
+    def set_derivative(self, derivative: Derivative | Refusal, *codes: Executor | None) -> None:
+        """Set it, and tell the code which inputs have values that it reads."""
+        self.derivative = derivative
+        if isinstance(derivative, Derivative):
             assert self.program is not None
             places = self.order(range(len(self.program.inputs)))
-            read = [number for number, place in enumerate(places) if place in self.derivative.read]
-            for code in filter(None, codes):
-                code.set_read(read)
+            read = [number for number, place in enumerate(places) if place in derivative.read]
+            for code in codes:
+                if code is not None:
+                    code.set_read(read)
 
     def without(self, grads: Sequence[Tensor | None]) -> tuple[Executor, list[int]] | None:
         """What runs the backward of the plain code without those gradients of active results that are None, and the

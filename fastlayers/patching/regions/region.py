@@ -455,8 +455,7 @@ class Region:
             entry.changed = tuple(i for i, t in enumerate(real) if id(t) in changed or i in written)
             entry.read = tuple(i for i in entry.changed if i in depends) if entry.facts.wanted else ()
             if entry.facts.wanted:
-                entry.derivative = self.derivative_of(entry, module, real)
-                entry.tell_what_is_read(entry.plain, generated)
+                entry.set_derivative(self.derivative_of(entry, module, real), entry.plain, generated)
             entry.draws = any(not torch.equal(a, b) for a, b in zip(random, random_state(real), strict=True))
 
             def agrees(code: Executor) -> bool:

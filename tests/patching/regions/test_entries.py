@@ -16,7 +16,10 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fastlayers
+from fastlayers.graphs.capture import Storages
+from fastlayers.ops.guard import kept_as_is
 from fastlayers.patching.program import executors
+from fastlayers.patching.program.program import storage
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.region import Region
 from tests.harness import needs_gpu
@@ -364,3 +367,18 @@ def test_a_derivative_of_what_hooks_have_copied(how, ran):
         found.append([dx, *torch.autograd.grad(dx.square().sum(), [x, *model.parameters()], allow_unused=True)])
     assert ran
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_capture_sees_what_a_backward_reads(ran):
+    """Its hook on saved tensors does not get what a second derivative alone reads, such as vectors of spectral norm,
+    which calls in between may change."""
+    model = fastlayers.patch_model(nn.Sequential(spectral_norm(nn.Linear(8, 8)), nn.Tanh(), nn.LayerNorm(8)).double())
+    for _ in range(3):
+        model(inputs()).sum().backward()
+    ran.clear()
+    storages = Storages()
+    with torch.autograd.graph.saved_tensors_hooks(storages, kept_as_is):
+        model(inputs())
+    assert ran
+    assert storages.found
+    assert storages.found.isdisjoint(map(storage, model[0].parametrizations.weight[0].buffers()))
