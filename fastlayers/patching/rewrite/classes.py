@@ -220,9 +220,8 @@ def swap_class(rule: ModuleRule) -> type[nn.Module]:
 def steps_aside(forward: Any, idle: tuple[IdleTest, ...], bind: Callable[[object, str], str]) -> str:
     """Source of the test whether a generated forward leaves a call to the one in whose place it is: in a trace or a
     mode, and where it gains nothing, by tests of the first argument."""
-    tests = [
-        f"{bind(must_be_stock, 'fastlayers_must_be_stock')}()"
-    ]  # First: a mode would see others look at the input.
+    # First: a mode would see the others look at the input.
+    tests = [f"{bind(must_be_stock, 'fastlayers_must_be_stock')}()"]
     first = list(inspect.signature(forward).parameters.values())[1:2]
     if first and first[0].kind in (first[0].POSITIONAL_ONLY, first[0].POSITIONAL_OR_KEYWORD):
         tests += (f"{bind(test, f'fastlayers_{test.__name__}')}({first[0].name})" for test in idle)
