@@ -20,11 +20,12 @@ from fastlayers.patching.plan import patched, unpatched
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.report import PatchReport, RegionRow, Row, SignatureRow
 from fastlayers.patching.rules import register_rule
-from fastlayers.patching.rules.base import GraphRule, Match, ModuleRule
+from fastlayers.patching.rules.base import Gains, GraphRule, Match, ModuleRule
 
 __all__ = [
     "Adapter",
     "Comparison",
+    "Gains",
     "GraphRule",
     "Match",
     "Measurement",

@@ -10,7 +10,7 @@ from torch import nn
 import fastlayers
 from fastlayers import backends
 from fastlayers.ops.raw_ops import Family
-from fastlayers.patching import ModuleRule, PatchError, register_rule
+from fastlayers.patching import Gains, ModuleRule, PatchError, register_rule
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 from tests.harness import needs_gpu
 
@@ -95,14 +95,15 @@ def test_a_forced_backend_runs(asked):
     assert set(asked) == {"layer_norm"}
 
 
-def test_a_rule_of_a_user_runs():
+@pytest.mark.parametrize(("when", "factor"), [(Gains.EVERYWHERE, 2), (Gains.ON_GPU, 1)])
+def test_a_rule_of_a_user_runs_where_it_gains(when, factor):
     class Doubled(nn.Softmax):
         def forward(self, x):
             return 2 * F.softmax(x, self.dim)
 
-    with register_rule(ModuleRule("doubled", "twice the softmax", nn.Softmax, Doubled)):
+    with register_rule(ModuleRule("doubled", "twice the softmax", nn.Softmax, Doubled, when=when)):
         model = fastlayers.patch_model(nn.Softmax(-1))
-    assert torch.equal(model(X), 2 * X.softmax(-1))
+    assert torch.equal(model(X), factor * X.softmax(-1))
 
 
 def test_folded_layers_run():
