@@ -29,7 +29,7 @@ from fastlayers.ops.modes import QuietMode
 from fastlayers.patching.capture.lookups import called_by, package, parts_of
 from fastlayers.patching.program.program import storage
 from fastlayers.patching.program.tape import communicates, written_arguments
-from fastlayers.patching.regions.region import attentions
+from fastlayers.patching.regions.recording import attentions
 from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS, original_class
 
 __all__ = ["Counter", "Generators", "State", "UncapturedError", "begun_collectives", "draw", "waits"]
