@@ -147,7 +147,6 @@ class NamedLikeBuiltins(nn.Sequential):
 
 @pytest.mark.parametrize("cls", [NamedLikeBuiltins, type("Named[int]", (nn.Sequential,), {})])
 def test_names_that_generated_source_could_not_have(cls):
-    """Parameters that hide built-ins, and the name of a class that is none in Python."""
     model, x = cls(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
     assert torch.equal(model(x), patch_model(model)(x))
 

@@ -19,7 +19,7 @@ from fastlayers.patching.capture.recording import binder
 from fastlayers.patching.capture.syntax import lines_of, names_in
 from fastlayers.patching.ir.spellings import Spelling
 
-__all__ = ["fused_rotary", "is_rotary", "known_function", "known_spelling"]
+__all__ = ["SPELLED", "fused_rotary", "is_rotary", "known_function"]
 
 #: Stochastic depth of single samples, in two common forms. :data:`SPELLED` has their operands.
 DROP_PATH = """
@@ -154,11 +154,6 @@ def known_function(function: Any) -> str:
         with suppress(OSError, TypeError, SyntaxError, IndexError):
             _seen[function.__code__] = KNOWN.get(canonical(lines_of(function)), "")
     return _seen[function.__code__]
-
-
-def known_spelling(function: Any) -> Spelling | None:
-    """The operation that a function computes, with its operands; None if the function is not a known one."""
-    return SPELLED.get(known_function(function))
 
 
 # -- rotary embedding -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.fx import Node
 from fastlayers.patching.capture.recording import Recording
 from fastlayers.patching.capture.trace import record_child
 from fastlayers.patching.ir.fingerprints import fingerprint
-from fastlayers.patching.ir.known_functions import known_spelling
+from fastlayers.patching.ir.known_functions import SPELLED, known_function
 from fastlayers.patching.ir.operations import Attribute, Leading, Op
 from fastlayers.patching.ir.spellings import LAYERS, NUMBER_ATTRIBUTES, NUMBER_FUNCTIONS, NUMBER_METHODS, SPELLINGS
 from fastlayers.patching.runtime import python
@@ -60,7 +60,7 @@ class Nodes:
     def _function(self, node: Node) -> Op | None:
         if node.op not in ("call_function", "call_method"):
             return None
-        spelling = SPELLINGS.get(node.target) or known_spelling(node.target)
+        spelling = SPELLINGS.get(node.target) or SPELLED.get(known_function(node.target))
         if spelling is None:
             return None
         args, count = node.args, len(spelling.operands)

@@ -566,8 +566,7 @@ def region_class(
     positional = arguments_source(p for p in parameters if p.kind not in BY_KEYWORD)
     keywords = arguments_source(p for p in parameters if p.kind in BY_KEYWORD)
     each = items(EACH.get(p.kind, "{}").format(p.name) for p in parameters)
-    aside = "_is_compiling() or _off[_is_grad_enabled()]"
-    aside += f" or (_strange and not _strange.isdisjoint(map(type, {each})))"
+    aside = f"_is_compiling() or _off[_is_grad_enabled()] or _strange and not _strange.isdisjoint(map(type, {each}))"
     body = f"return _region(self, {items(positional)}, dict({', '.join(keywords)}))"
     source = forward_source(present, aside, body, namespace)
     known[key] = written_class(present, name, name, source, namespace, {"__fastlayers_region__": region})

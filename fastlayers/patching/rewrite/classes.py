@@ -35,6 +35,7 @@ __all__ = [
     "below_region",
     "called_by_class",
     "check_subclassing",
+    "fused_or_stock",
     "generated_class",
     "is_folded",
     "is_fused",
@@ -49,8 +50,6 @@ __all__ = [
 
 #: The functions with which pickle rebuilds a plain object, in newer and in older protocols.
 NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
-
-
 RECONSTRUCT: Any = copyreg._reconstructor  # type: ignore[attr-defined]
 
 
@@ -237,18 +236,22 @@ def swapped_forward(kind: Any, layer: Any, idle: tuple[IdleTest, ...]) -> Any:
     bind = binder(bound)
     tests = [f"not ({steps_aside(fused, idle, bind)})", f"isinstance(self, {bind(kind, kind.__name__)})"]
     unchanged = " and ".join([*tests, *inside_layer(layer, "self", bind)])
-    stock = f"{bind(layer, layer.__name__)}.forward"
     try:
-        tree = parse(fused)
+        tree, stock = parse(fused), f"{bind(layer, layer.__name__)}.forward"
         arguments = ", ".join(arguments_source(inspect.signature(fused).parameters.values()))
         tree.body[:0] = ast.parse(f"if not ({unchanged}):\n    return {stock}({arguments})").body
         return rebuild(fused, tree, bound)[0]
     except Refusal:  # The class of a user's rule may call super().
-        scope = {**bound, "_fused": fused}
-        chosen = f"(_fused if {unchanged} else {stock})"
-        source = f"def forward(self, *args, **kwargs):\n    return {chosen}(self, *args, **kwargs)\n"
-        execute_shown(fused.__qualname__, source, scope)
-        return functools.update_wrapper(scope["forward"], fused)
+        return fused_or_stock(fused, unchanged, layer, bound)
+
+
+def fused_or_stock(fused: Any, unchanged: str, original: type[nn.Module], bound: dict[str, Any]) -> Any:
+    """A forward that calls ``fused`` if a test holds, and that of the original class if not."""
+    scope = {**bound, "_fused": fused, "_original": original}
+    chosen = f"(_fused if {unchanged} else _original.forward)"
+    source = f"def forward(self, *args, **kwargs):\n    return {chosen}(self, *args, **kwargs)\n"
+    execute_shown(fused.__qualname__, source, scope)
+    return functools.update_wrapper(scope["forward"], fused)
 
 
 def shown_name(cls: type[nn.Module]) -> str:
@@ -285,12 +288,7 @@ class Unregistered(nn.Module):
 
 
 def generated_class(
-    name: str,
-    base: type[nn.Module],
-    members: dict[str, Any],
-    *,
-    original: type[nn.Module] | None = None,
-    unseen: bool = False,
+    name: str, base: type[nn.Module], members: dict[str, Any], *, original: Any = None, unseen: bool = False
 ) -> type[nn.Module]:
     """A subclass that is undoable, copyable, and pickled as its original, so that a file loads without fastlayers.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import types
 from collections import Counter
@@ -12,14 +11,14 @@ from typing import Any
 
 from torch import fx, nn
 
-from fastlayers.patching.capture.lookups import inside_layer
+from fastlayers.patching.capture.lookups import inside_layer, member, same
 from fastlayers.patching.capture.recording import Given, Recording, bind, binder
 from fastlayers.patching.capture.syntax import optional_parameters
 from fastlayers.patching.capture.trace import record
 from fastlayers.patching.ir.fingerprints import Fingerprint, fingerprint, norm_by_hand
 from fastlayers.patching.libraries.adapters import RewrittenModel, adapters, plain_forward
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rewrite.classes import below_region, check_subclassing, generated_class
+from fastlayers.patching.rewrite.classes import below_region, check_subclassing, fused_or_stock, generated_class
 from fastlayers.patching.rewrite.engine import Fused, apply_rules
 from fastlayers.patching.rewrite.generate import body_source, generate_class
 from fastlayers.patching.rewrite.misses import nearest_miss
@@ -121,9 +120,8 @@ def fuse_handwritten_norm(module: nn.Module, found: Fingerprint, known: dict[Any
         f"{bind(recording, norm_calls.computes_norm)}({operands}, casting={body.casting!r}, same={body.same})"
     )
     recording.guards = dict.fromkeys(guards)
-    name = f"Fused{type(module).__name__}"
     variants = [(recording, body_source(recording, module))]
-    generated = generate_class(type(module), name, variants, known, ())
+    generated = generate_class(type(module), f"Fused{type(module).__name__}", variants, known, ())
     return Fused(generated, Counter({f"{body.op} ({body.name})": 1}))
 
 
@@ -133,21 +131,12 @@ def fuse_model(original: type[nn.Module], model: RewrittenModel, known: dict[Any
         check_subclassing(original, model.harmless)
         members = {**model.members, "__fastlayers_omits__": model.omits, "__fastlayers_source__": model.source}
         if "forward" in members:
-            members["forward"] = unless_replaced(members["forward"], original)
+            bind = binder(bound := dict[str, Any]())
+            unchanged = same(member(original, "forward", bind), original.forward, bind)
+            unchanged = f"not {bind(must_be_stock, 'must_be_stock')}() and {unchanged}"
+            members["forward"] = fused_or_stock(members["forward"], unchanged, original, bound)
         known[model.key] = generated_class(f"Fused{original.__name__}", original, members)
     return Fused(known.get(model.key), model.rules, left=model.left)
-
-
-def unless_replaced(forward: Any, original: type[nn.Module]) -> Any:
-    """A forward, but that of the original class if it is replaced, in a trace or a mode."""
-    stock: Any = original.forward
-
-    @functools.wraps(forward)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        present: Any = original.forward
-        return (forward if present is stock and not must_be_stock() else present)(*args, **kwargs)
-
-    return wrapper
 
 
 def record_all(module: nn.Module, forward: Any, bare: bool) -> tuple[list[Recording], list[Refusal]]:

@@ -39,8 +39,6 @@ __all__ = [
 HOLDS = "_fastlayers_holds"
 #: A child of ``self``, as :func:`module_expression` writes it.
 CHILD = re.compile(r"self(\._modules\['[^'\\]*'\])+")
-
-
 #: Built-ins that guards call. A parameter of that name would hide one.
 GUARD_BUILTINS = frozenset(
     {"type", "isinstance", "len", "tuple", "list", "dict", "int", "float", "str", "super", "getattr", "hasattr"}
@@ -223,8 +221,7 @@ def generate_class(
     """Generate a subclass of the present class of a module, which may be a generated class itself.
 
     Args:
-        idle: tests of the first argument of a call for which the rewritten forward gains nothing, so that the
-            present one runs.
+        idle: tests of a call's first argument. If one holds, the present forward runs, since nothing is gained.
     """
     original = original_of(present)
     namespace: dict[str, Any] = {}

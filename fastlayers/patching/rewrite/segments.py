@@ -135,9 +135,8 @@ def defer_to_stock(rewritten: Rewritten, forward: types.FunctionType, original: 
     aside = steps_aside(forward, idle_tests(rewritten.rules), binder(rewritten.bound))
     itself = next(iter(inspect.signature(forward).parameters))
     source = (
-        f"if not hasattr({itself}, '__fastlayers_original__'):\n"  # Unpatched, and a wrapper calls this.
-        f"    return {ORIGINAL}.forward({arguments})\n"
-        f"if {aside} or {ORIGINAL}.forward is not {STOCK}:\n"
+        f"if not hasattr({itself}, '__fastlayers_original__')"  # It is not patched any more, and a wrapper calls this.
+        f" or {aside} or {ORIGINAL}.forward is not {STOCK}:\n"
         f"    {CHECK}({STOCK}, {ORIGINAL}.forward)\n"
         f"    return {ORIGINAL}.forward({arguments})"
     )

@@ -21,7 +21,7 @@ from fastlayers.ops.reference import LOW_PRECISION, autocasts
 from fastlayers.patching.libraries.heads import find
 from fastlayers.patching.runtime import checks
 from fastlayers.patching.runtime.checks import original_class
-from fastlayers.patching.runtime.lazy import Head, Link, Recipe, can_be_lazy, lazy
+from fastlayers.patching.runtime.lazy import Link, Recipe, can_be_lazy, lazy
 
 #: Logits of an evaluation, in float32, that are computed at once: bytes on a CPU, and the part of a GPU's memory.
 MOST_ON_A_CPU, SMALL_PART = 2**31, 1 / 16
@@ -43,10 +43,6 @@ class DeferredLogits(NamedTuple):
     link: Link | None
 
     @property
-    def head(self) -> Head:
-        return self.recipe.head
-
-    @property
     def hidden(self) -> Tensor:
         return self.sources[0]
 
@@ -58,23 +54,23 @@ class DeferredLogits(NamedTuple):
     def rows(self) -> Tensor:
         """The hidden states in the dtype that the layer computes in."""
         rows = self.hidden.reshape(-1, self.hidden.shape[-1])
-        return rows if self.head.dtype is None else rows.to(self.head.dtype)
+        return rows if self.recipe.head.dtype is None else rows.to(self.recipe.head.dtype)
 
     def view(self, rows: int, columns: int) -> DeferredLogits | Tensor:
         """The logits as rows, as a loss takes them."""
-        if columns == self.head.classes:
+        if columns == self.recipe.head.classes:
             return self
-        return self.recipe.run(*self.sources, *self.head.tensors).view(rows, columns)
+        return self.recipe.run(*self.sources, *self.recipe.head.tensors).view(rows, columns)
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Tensor:
-        rows, bias = self.rows, self.head.bias
+        rows, bias = self.rows, self.recipe.head.bias
         if target.is_floating_point():  # probabilities, of which none is ignored
             options.pop("ignore_index", None)
         of_logits = functools.partial(self.of_logits, target, **options)
         options |= {"softcap": self.softcap, "logit_scale": self.scale, "low_rank": self.low_rank(rows)}
-        if bias is not None and self.head.dtype is not None:
-            bias = bias.to(self.head.dtype)
-        loss = functional.linear_cross_entropy(rows, self.head.weight, target, linear_bias=bias, **options)
+        if bias is not None and self.recipe.head.dtype is not None:
+            bias = bias.to(self.recipe.head.dtype)
+        loss = functional.linear_cross_entropy(rows, self.recipe.head.weight, target, linear_bias=bias, **options)
         return loss if self.link is None or not loss.requires_grad else self.link.loss(loss, of_logits)
 
     @staticmethod
@@ -84,7 +80,7 @@ class DeferredLogits(NamedTuple):
 
     def low_rank(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
         """The products of all adapters as one. Adapters in 16 bits beside a layer in another dtype are cast to that."""
-        pairs = list(zip(self.sources[1:], self.head.thin, strict=True))
+        pairs = list(zip(self.sources[1:], self.recipe.head.thin, strict=True))
         if not pairs:
             return None
         x, thin = pairs[0] if len(pairs) == 1 else (torch.cat(factors, -1) for factors in zip(*pairs, strict=True))
