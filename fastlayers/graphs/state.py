@@ -10,7 +10,7 @@ import random
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from numbers import Number
 from typing import Any
@@ -29,7 +29,7 @@ from fastlayers.ops.modes import QuietMode
 from fastlayers.patching.capture.lookups import called_by, package, parts_of
 from fastlayers.patching.program.program import storage
 from fastlayers.patching.program.tape import communicates, written_arguments
-from fastlayers.patching.regions.region import attentions
+from fastlayers.patching.regions.recording import attentions
 from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS, original_class
 
 __all__ = ["Counter", "Generators", "State", "UncapturedError", "begun_collectives", "draw", "waits"]
@@ -100,16 +100,7 @@ class State:
         self.tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
         #: Whether torch's tensor parallelism has placed some of the parameters.
         self.is_parallel = any(map(is_dtensor, self.tensors))
-        for name, t in (*module.named_parameters(), *module.named_buffers()):
-            if type(memory_of(t)) not in PLAIN:
-                raise UncapturedError(f"{name} is a {type(t).__name__}")
-            if t.device != device:
-                raise UncapturedError(f"{name} is on {t.device}, the inputs are on {device}")
-        for each in modules:
-            if not all(is_parallel(hook) for name in HOOKS for hook in vars(each)[name].values()):
-                raise UncapturedError(f"a {type(each).__name__} has hooks")
-        if any(GLOBAL_HOOKS):
-            raise UncapturedError("hooks on all modules")
+        self.refuse(module, modules, device)
         # A batch norm that trains does not read its statistics.
         unread = {id(t) for each in modules if isinstance(each, _NormBase) and each.training for t in each.buffers()}
         #: Tensors without a gradient that a forward may read, and those that it changes: see :meth:`note_written`.
@@ -121,6 +112,20 @@ class State:
         self.guard = TensorGuards(*map(memory_of, self.tensors), **options) if self.tensors else None
         self.flags = GlobalStateGuard()
         self.switches = switches()
+
+    @staticmethod
+    def refuse(module: nn.Module, modules: Sequence[nn.Module], device: torch.device) -> None:
+        """Raise an UncapturedError if a tensor or a hook of the module is of a kind that no graph is made with."""
+        for name, t in (*module.named_parameters(), *module.named_buffers()):
+            if type(memory_of(t)) not in PLAIN:
+                raise UncapturedError(f"{name} is a {type(t).__name__}")
+            if t.device != device:
+                raise UncapturedError(f"{name} is on {t.device}, the inputs are on {device}")
+        for each in modules:
+            if not all(is_parallel(hook) for name in HOOKS for hook in vars(each)[name].values()):
+                raise UncapturedError(f"a {type(each).__name__} has hooks")
+        if any(GLOBAL_HOOKS):
+            raise UncapturedError("hooks on all modules")
 
     def note_forward(self, kind: type[nn.Module]) -> None:
         """Add the functions and methods that the forward of a class calls, and the global variables that they read."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastlayers import backends, functional
-from fastlayers.patching.regions.region import largest_of
+from fastlayers.patching.regions.agreement import largest_of
 from tests.harness import DEVICES, PLACES, Place, assert_like, excess, greatest_error
 
 pytest.importorskip("expecttest", reason="torch.testing._internal imports it")

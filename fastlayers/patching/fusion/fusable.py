@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fastlayers.kernels.generated import (
+from fastlayers.kernels.formulas import (
     COMPARISONS,
     FAST,
     FORMULAS,
     INTERPRETED,
-    LONGEST_ROW,
     NAMES,
     ROWS,
     SUMS,
@@ -21,6 +20,7 @@ from fastlayers.kernels.generated import (
     accumulator_of,
     number,
 )
+from fastlayers.kernels.generated import LONGEST_ROW
 from fastlayers.patching.program.operators import argument, spelled
 from fastlayers.patching.program.program import Operation, Value, map_values
 

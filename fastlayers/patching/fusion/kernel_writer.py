@@ -10,23 +10,8 @@ import torch
 from torch import Tensor
 
 from fastlayers.kernels.affine import ZERO, Index, divide, flatten, indices_of, unflatten
-from fastlayers.kernels.generated import (
-    COMPARISONS,
-    LONGEST_ROW,
-    NAMES,
-    ROUNDED,
-    ROWS,
-    SUMS,
-    TESTS,
-    Code,
-    Kernel,
-    Result,
-    accumulator_of,
-    number,
-    pointwise,
-    reduction,
-    rows,
-)
+from fastlayers.kernels.formulas import COMPARISONS, NAMES, ROUNDED, ROWS, SUMS, TESTS, Code, accumulator_of, number
+from fastlayers.kernels.generated import LONGEST_ROW, Kernel, Result, pointwise, reduction, rows
 from fastlayers.patching.fusion.fusable import (
     CHOICES,
     COPIES,

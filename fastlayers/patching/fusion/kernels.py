@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fastlayers.kernels.generated import ROUNDED, Kernel, compile_together
+from fastlayers.kernels.formulas import ROUNDED
+from fastlayers.kernels.generated import Kernel, compile_together
 from fastlayers.patching.fusion.fusable import WHOLE, in_new_memory, is_dense, is_fusable
 from fastlayers.patching.fusion.lowering import IN_PLACE, lowered
 from fastlayers.patching.fusion.recomputed import Recomputed

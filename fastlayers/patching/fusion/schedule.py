@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from fastlayers.kernels.affine import Index
-from fastlayers.kernels.generated import FORMULAS, ROWS, SUMS, Kernel, Result, casts
+from fastlayers.kernels.formulas import FORMULAS, ROWS, SUMS
+from fastlayers.kernels.generated import Kernel, Result, casts
 from fastlayers.patching.fusion.fusable import CASTS, FILLED, FLOATING, WHOLE, is_dense, is_fusable, reduced_dims
 from fastlayers.patching.fusion.kernel_writer import KernelWriter, NotFusableError, row_length
 from fastlayers.patching.fusion.matcher import call, step

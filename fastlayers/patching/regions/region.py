@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import operator
 import re
 import threading
 import warnings
@@ -29,32 +28,24 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from fastlayers import backends
-from fastlayers.ops import guard, layouts, modes, raw_ops
+from fastlayers.ops import guard, layouts, modes
 from fastlayers.patching.capture.fake_run import load_fake_tensors
 from fastlayers.patching.capture.reads import read_by
 from fastlayers.patching.capture.rebuild import arguments_source
-from fastlayers.patching.capture.run import is_ours, refusal_of
 from fastlayers.patching.libraries.adapters import adapters, decorated, takes_former_names, undecorated
 from fastlayers.patching.program.cost import cost_of
 from fastlayers.patching.program.derivative import Derivative
 from fastlayers.patching.program.executors import (
-    KEYS,
     Executor,
-    Facts,
     NativeExecutor,
     PythonExecutor,
-    excluding,
     executor_class,
     items,
 )
-from fastlayers.patching.program.program import depends_on, plain_name, storage
-from fastlayers.patching.program.tape import Tape
 from fastlayers.patching.reasons import PatchWarning, Reason, Refusal
 from fastlayers.patching.regions.entries import (
-    NO_AUTOCAST,
     Again,
     Entry,
     autocast_as,
@@ -64,7 +55,6 @@ from fastlayers.patching.regions.entries import (
     random_state,
     restore_random_state,
 )
-from fastlayers.patching.regions.partial_backward import geometries
 from fastlayers.patching.regions.patterns import (
     LEAVES,
     NESTED,
@@ -75,7 +65,8 @@ from fastlayers.patching.regions.patterns import (
     without_repeats,
 )
 from fastlayers.patching.regions.readers import Reader
-from fastlayers.patching.regions.results import OpaqueError, Place, Taken, put_together, take_apart
+from fastlayers.patching.regions.recording import Recording, attentions, what_torch_refuses
+from fastlayers.patching.regions.results import Taken, put_together, take_apart
 from fastlayers.patching.regions.stand_ins import stand_in
 from fastlayers.patching.rewrite.classes import seal
 from fastlayers.patching.rewrite.generate import left_behind_source, signature_source
@@ -86,7 +77,6 @@ __all__ = [
     "FEW_MODULES",
     "FREE",
     "Region",
-    "attentions",
     "place_of",
     "region_class",
     "size_of",
@@ -120,13 +110,6 @@ FEW_MODULES = 40
 #: and has so many operations at most, forward and backward: the time of the search for kernels grows with their square.
 #: 6 blocks of a Swin-T at once, 873 operations, took 5.6 s where one block took .5 s, and its code serves all of them.
 MOST = 600
-#: The share of the largest element, and of each, that two runs may differ by at most,
-ALIKE = 0.05
-#: and the roundings of the largest gradient.
-NOISE = 4
-#: The norm of what a few elements may differ by, as a share of all: of a batch norm of 16 bits, its residual and a ReLU
-#: one element of some 2000 has the other sign, and its gradient another 3 % in the norm.
-FEW = 0.1
 #: Refused calls, without one region that was made, after which a class is not tried any more: a test costs 8 us.
 MAX_REFUSALS = 3
 
@@ -156,14 +139,6 @@ BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 EACH: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*{}", inspect.Parameter.VAR_KEYWORD: "*{}.values()"}
 
 
-def attentions() -> tuple[bool, ...]:
-    """Which attentions torch may choose."""
-    return (
-        torch._C._get_flash_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-    )  # fmt: skip
-
-
 def size_of(module: nn.Module) -> int:
     """The number of modules in it, and itself, without those that only hold others: each layer with an adapter of peft
     has six."""
@@ -172,19 +147,6 @@ def size_of(module: nn.Module) -> int:
 
 class RecordingError(Exception):
     """An error of fastlayers while a forward was traced or a call was recorded, which only the tests raise."""
-
-
-@contextmanager
-def what_torch_refuses() -> Iterator[None]:
-    """An error of the forward itself, or torch's for calls that it does not support in a mode, is a refusal."""
-    try:
-        yield
-    except Refusal:
-        raise
-    except Exception as error:
-        if is_ours(error) and not isinstance(error, RuntimeError):
-            raise
-        raise refusal_of(error) from None
 
 
 def text_of(what: str, error: Exception) -> str:
@@ -449,11 +411,13 @@ class Region:
             restore_random_state(random, real)
 
         try:
-            recorded, grads, gradients, generated, rounding, depends = self.recorded(entry, module, real)
+            recording = Recording(entry, self.present.forward, module, real, self.explained)
+            generated = self.made_of(recording, entry, module)
             inputs = (*real, *entry.constants)
             changed = {id(t) for t, old in zip(state, before, strict=True) if not torch.equal(t, old)}
             written = [entry.order(range(len(inputs)))[i] for i in entry.facts.written]
             entry.changed = tuple(i for i, t in enumerate(real) if id(t) in changed or i in written)
+            depends = recording.depends()
             entry.read = tuple(i for i in entry.changed if i in depends) if entry.facts.wanted else ()
             if entry.facts.wanted:
                 entry.set_derivative(self.derivative_of(entry, module, real), entry.plain, generated)
@@ -462,11 +426,7 @@ class Region:
             def agrees(code: Executor) -> bool:
                 """Whether this code, run from where the recording began, gives what that gave."""
                 restore()
-                with torch.no_grad(), excluding(KEYS):
-                    results, kept = code.forward(*entry.order(inputs))
-                    found = in_backward(partial(code.backward, grads, list(kept)), grads[0].device) if grads else ()
-                same = agree(results, recorded, rounding)
-                return same & agree(found, gradients if grads else (), rounding, grads, kinks=code is not entry.plain)
+                return recording.is_given_by(code, entry.order(inputs), kinks=code is not entry.plain)
 
             # A kernel that the tape cannot see would be missing. Generated kernels are loaded here, which a capture
             # could not do.
@@ -489,6 +449,30 @@ class Region:
         finally:
             restore()
             torch.set_autocast_cache_enabled(cached)
+
+    def made_of(self, recording: Recording, entry: Entry, module: nn.Module) -> Executor | None:
+        """Complete the entry. Returns the code with generated kernels, if there are any.
+
+        Raises:
+            Refusal: there are too few operations, or too many.
+        """
+        execute, count = executor_class(), len(recording.tape.operations)
+        size = recording.tape.size(recording.split) + entry.reader.folds
+        if size < LEAST[execute][not recording.active]:
+            raise Refusal(Reason.REGION_SIZE, f"{size} operations")
+        if count > MOST and size_of(module) > FEW_MODULES:
+            raise Refusal(Reason.REGION_SIZE, f"{count} operations in {size_of(module)} modules")
+        program = recording.complete(entry, execute, re.sub("[^a-zA-Z0-9]", "_", place_of(self.original)))
+        generated = None
+        if recording.generates:
+            from fastlayers.patching.fusion.passes import fused  # needs Triton
+
+            with self.reported("fusing"):
+                other = fused(program, self.note_error)
+                generated = execute(other, entry.facts)
+                entry.fused = replace(other, values={}, fake=None)
+                entry.costs.append(cost_of(other))
+        return generated
 
     def derivative_of(self, entry: Entry, module: nn.Module, real: tuple[Tensor, ...]) -> Derivative | Refusal:
         """Autograd's graph of what the forward computed before it was patched."""
@@ -528,109 +512,6 @@ class Region:
             warnings.warn(message, PatchWarning, stacklevel=2)
         return text
 
-    def recorded(self, entry: Entry, module: nn.Module, real: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """The results, and gradients of results and of inputs, of a run that gives the entry its facts. The last items
-        are the code with generated kernels, if there are any, the largest rounding error of a dtype that it computes
-        in, and the places of the inputs that the results depend on."""
-        records, count = torch.is_grad_enabled(), entry.count
-        with torch.enable_grad():
-            aliases = [t.detach().requires_grad_(t.requires_grad) for t in real[:count]]
-        inputs = (*aliases, *real[count:])
-        wanted = [i for i, t in enumerate(inputs) if records and t.requires_grad]
-        places = [*wanted, *(i for i in range(len(inputs)) if i not in wanted)]
-        tape = Tape([inputs[i] for i in places], [t for t in real[count:] if not t.requires_grad], self.explained)
-        if len(set(tape.inputs)) < len(tape.inputs):
-            raise Refusal(Reason.READS_STATE, "two inputs are one tensor")
-
-        def kernel_call(kernel: Callable[..., Any], *call: Any) -> Any:
-            return tape.kernel(kernel, *call) if _get_current_dispatch_mode() is tape else kernel(*call)
-
-        flat = Flat(aliases)
-        args, kwargs = (unflatten(part, flat) for part in entry.pattern)
-        generates = backends.generates_kernels(inputs[0].device)
-        grads: tuple[Tensor, ...] = ()
-        gradients: tuple[Tensor | None, ...] = ()
-        dys: list[str] = []
-        with raw_ops.observed(kernel_call), tape:
-            with what_torch_refuses():
-                out = self.present.forward(module, *args, **(kwargs or {}))
-            taken = Taken(inputs, (args, kwargs))
-            try:
-                parts = take_apart(out, taken)
-            except OpaqueError as error:
-                raise Refusal(Reason.READS_STATE, str(error)) from None
-            if taken.lazy and records:  # Their source would be a result without a gradient.
-                raise Refusal(Reason.LOGITS_USED, "computed when somebody uses them")
-            results = taken[len(inputs) :]
-            if generates:
-                from fastlayers.patching.fusion.layouts import in_rows  # needs Triton
-
-                viewed = {number - len(inputs) for number, _ in taken.views}
-                results = [t if i in viewed else in_rows(tape, t) for i, t in enumerate(results)]
-            split = len(tape.operations)
-            self.check_results(results, (*inputs, *tape.constants))
-            tape.check_read(results)
-            active = [i for i, t in enumerate(results) if records and t.requires_grad]
-            if active:
-                with _disable_current_modes():
-                    grads = tuple(some_gradient(results[i]) for i in active)
-                dys = [tape.protect(dy, f"g{i}") for i, dy in zip(active, grads, strict=True)]
-                # A backward has the dtypes of its forward; it runs outside of the context.
-                with autocast_as(NO_AUTOCAST), what_torch_refuses():
-                    gradients = torch.autograd.grad(
-                        [results[i] for i in active], [inputs[i] for i in wanted], grads, allow_unused=True
-                    )
-        execute = executor_class()
-        size = tape.size(split) + entry.reader.folds
-        if size < LEAST[execute][not active]:
-            raise Refusal(Reason.REGION_SIZE, f"{size} operations")
-        if len(tape.operations) > MOST and size_of(module) > FEW_MODULES:
-            raise Refusal(Reason.REGION_SIZE, f"{len(tape.operations)} operations in {size_of(module)} modules")
-        names = [tape.name(t) for t in results]
-        program = tape.program(split, names, dys, [None if t is None else tape.name(t) for t in gradients])
-        program.place = re.sub("[^a-zA-Z0-9]", "_", place_of(self.original))
-        attends = any("attention" in plain_name(operation.function) for operation in tape.operations)
-        entry.attentions = attentions() if attends else None
-        entry.constants = tuple(tape.constants)
-        places += range(len(inputs), len(tape.inputs))
-        entry.order = operator.itemgetter(*places) if len(places) > 1 else tuple
-        every = (*inputs, *entry.constants)
-        written = {id(t) for t in tape.written if not t.is_inference()}  # Those have no version.
-        entry.facts = Facts(
-            wanted=len(wanted) if active else 0,
-            written=tuple(k for k, i in enumerate(places) if id(every[i]) in written),
-            active=tuple(active),
-            constant=tuple(i for i in range(len(results)) if i not in active),
-            strides=tuple(results[i].stride() for i in active),
-        )
-        entry.program, entry.costs = replace(program, values={}), [cost_of(program)]  # The values keep memory.
-        entry.plain = execute(program, entry.facts)
-        entry.geometry = geometries(program, tape.values) if len(active) > 1 else {}
-        generated = None
-        if generates:
-            from fastlayers.patching.fusion.passes import fused  # needs Triton
-
-            with self.reported("fusing"):
-                other = fused(program, self.note_error)
-                generated = execute(other, entry.facts)
-                entry.fused = replace(other, values={}, fake=None)
-                entry.costs.append(cost_of(other))
-        entry.strides = tuple(t.stride() for t in results) if generates else ()
-        entry.parts = None if parts == Place(len(inputs)) else parts
-        dtypes = {t.dtype for t in tape.values.values() if t.is_floating_point()}
-        rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-        found = depends_on(tape.operations[:split], tape.values, [names[i] for i in active])
-        depends = {place for place, name in zip(places, tape.inputs, strict=True) if name in found}
-        return tuple(t.detach() for t in results), grads, gradients, generated, rounding, depends
-
-    @staticmethod
-    def check_results(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        own = {storage(t) for t in results}
-        if len(own) < len(results) or not own.isdisjoint(map(storage, inputs)):
-            raise Refusal(Reason.VISIBLE_MUTATION, "a result shares memory with another tensor")
-        if not results:
-            raise Refusal(Reason.READS_STATE, "it returns no tensor of its own")
-
 
 def kind_of(reader: Reader, values: tuple[Any, ...], tensors: Sequence[Tensor]) -> Any:
     """What alike modules have in common, of which one's recording may serve the others."""
@@ -650,85 +531,6 @@ def place_of(cls: type[nn.Module]) -> str:
 def note_derivative(entry: Entry, grads: Sequence[Tensor | None]) -> None:
     """A hook on the backward of a recorded call, which sees whether it is differentiated."""
     entry.differentiated |= torch.is_grad_enabled()
-
-
-def some_gradient(t: Tensor) -> Tensor:
-    """A gradient for a result, of values between -1 and 1 in no order, without drawing random numbers.
-
-    Sums of regular ones would cancel, and leave rounding to be compared.
-    """
-    mixed = torch.arange(t.numel(), device=t.device) * 0x9E3779B97F4A7C1 + 1
-    mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
-    values = (mixed >> 40) / 2.0**23
-    return layouts.with_strides(values.to(t.dtype).view(t.shape), t.stride())
-
-
-def agree(
-    run: Sequence[Tensor | None],
-    known: Sequence[Tensor | None],
-    rounding: float,
-    grads: Sequence[Tensor] = (),
-    kinks: bool = False,
-) -> bool:
-    """Whether two runs gave the same, but for operations that sum in another order each time.
-
-    Half of the digits that a ``rounding`` leaves have to be the same. Gradients may differ by a rounding of the largest
-    number of all, the given ``grads`` among them: those that cancel, as the ones of a key's bias do, are nothing but
-    rounding. ``kinks`` allows a few elements anything: where a sum is within a rounding of 0, the gradient of its ReLU
-    is all or nothing, and generated code does not round what is added first.
-    """
-    largest = max((largest_of(t) for t in (*known, *grads) if t is not None), default=0.0) if grads else 0.0
-    half = rounding**0.5
-    alike, few = min(ALIKE, half), min(FEW, 2 * half)
-    for a, b in zip(run, known, strict=True):
-        if a is None or b is None:
-            if a is not b:
-                return False
-        elif not b.is_floating_point() or b.numel() == 0:
-            if not torch.equal(a, b):
-                return False
-        else:
-            allowed = max(alike * largest_of(b), NOISE * rounding * largest)
-            close = torch.allclose(a, b, rtol=alike, atol=allowed, equal_nan=True)
-            if not close and not (kinks and (a.double() - b.double()).norm() <= few * b.double().norm()):
-                return False
-    return True
-
-
-def largest_of(t: Tensor) -> float:
-    return t.detach().nan_to_num(0, 0, 0).abs().max().item() if t.is_floating_point() and t.numel() else 0.0
-
-
-class Backward(torch.autograd.Function):
-    """Calls a function where a gradient would be computed."""
-
-    @staticmethod
-    def forward(ctx: Any, start: Tensor, call: Callable[[], None]) -> Tensor:
-        ctx.call = call
-        return start.view_as(start)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, None]:  # type: ignore[override]
-        ctx.call()
-        return None, None
-
-
-def in_backward(function: Callable[[], Sequence[Tensor | None]], device: torch.device) -> Sequence[Tensor | None]:
-    """The result of a raw backward, called in the thread in which autograd calls those of this device.
-
-    cuDNN's plans are kept by thread, and to make one for the backward of a depthwise convolution takes up to half a
-    second.
-    """
-    found: list[Sequence[Tensor | None]] = []
-
-    def call() -> None:
-        with torch.no_grad(), excluding(KEYS):
-            found.append(function())
-
-    with torch.enable_grad():
-        start = torch.zeros((), device=device, requires_grad=True)
-        torch.autograd.grad(Backward.apply(start, call), start, allow_unused=True)
-    return found[0]
 
 
 def region_class(

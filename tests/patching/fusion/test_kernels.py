@@ -23,7 +23,8 @@ from fastlayers import backends
 from fastlayers import functional as FL
 from fastlayers.kernels import generated
 from fastlayers.kernels.affine import Index
-from fastlayers.kernels.generated import FAST, FORMULAS, Kernel, balanced
+from fastlayers.kernels.formulas import FAST, FORMULAS, Code
+from fastlayers.kernels.generated import Kernel, balanced
 from fastlayers.patching.fusion import kernels as fusion
 from fastlayers.patching.fusion import schedule
 from fastlayers.patching.fusion.kernels import rounded_later
@@ -737,7 +738,7 @@ def test_sums_that_are_shared(shape, dims, device):
 def test_sums_have_one_order(kept, reduced, monkeypatch):
     """At most two kernels, the second of which adds up all that the first one leaves."""
     monkeypatch.setattr(generated, "multiprocessors", lambda device: 132)
-    code = generated.Code({"x": kept, "r": reduced})
+    code = Code({"x": kept, "r": reduced})
     local = code.load("in0", Index.of("r", reduced) * kept + Index.of("x", kept), "", torch.float32)
     result = generated.Result((kept,), (1,), torch.float32)
     cpu = torch.device("cpu")

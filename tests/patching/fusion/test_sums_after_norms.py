@@ -14,7 +14,7 @@ from fastlayers.patching.fusion.sums_after_norms import with_residuals
 from fastlayers.patching.program.executors import KEYS, Facts, PythonExecutor, excluding
 from fastlayers.patching.program.program import Operation, Program, Value, plain_name
 from fastlayers.patching.program.tape import Tape
-from fastlayers.patching.regions.region import agree
+from fastlayers.patching.regions.agreement import agree
 from tests.harness import DEVICES
 
 ops = torch.ops.fastlayers

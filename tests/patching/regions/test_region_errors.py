@@ -52,7 +52,7 @@ def failing(error):
     "place",
     ["capture.fake_run.FakeRun.fake", "capture.fake_run.FakeRun.read", "capture.fake_run.FakeRun.kind",
      "regions.readers.places",
-     "regions.region.Reader", "regions.region.agree", "program.tape.Tape.program", "capture.trace.Trace.record",
+     "regions.region.Reader", "regions.recording.agree", "program.tape.Tape.program", "capture.trace.Trace.record",
      "capture.trace.Trace.constant", "capture.trace.Trace.run_segment", "capture.trace.Trace.run_child"],
 )  # fmt: skip
 def test_an_error_of_ours_is_no_refusal(place, error, monkeypatch):
