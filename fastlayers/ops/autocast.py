@@ -175,12 +175,12 @@ class Linear(pairs.Pair, inputs=3):
     """Of rows in low precision. Keeps them and the weight's cast."""
 
     @staticmethod
-    def forward(kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    def raw_forward(kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         y, low = kernels.linear_autocast(x, weight, bias)
         return y, (x, low), (Given(weight, bias),)
 
     @staticmethod
-    def backward(kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, low: Tensor, given: Given) -> Gradients:
+    def raw_backward(kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, low: Tensor, given: Given) -> Gradients:
         return kernels.linear_autocast_backward(dy, x, low, *needs)
 
     @staticmethod
@@ -229,7 +229,7 @@ class Mlp(pairs.Pair, inputs=5):
     """
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor, weight2: Tensor, bias2: Tensor | None,
         act: Activation,
     ) -> Any:  # fmt: skip
@@ -237,7 +237,7 @@ class Mlp(pairs.Pair, inputs=5):
         return y, (x, *kept), (Given(weight, bias, weight2, bias2), act)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, product: Tensor, low: Tensor, low_bias: Tensor,
         low2: Tensor, given: Given, act: Activation,
     ) -> Gradients:  # fmt: skip
@@ -276,12 +276,12 @@ class Convolution(pairs.Pair, inputs=3):
     """Of images in low precision. Keeps them and the weight's cast."""
 
     @staticmethod
-    def forward(kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor, options: Options) -> Any:
+    def raw_forward(kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor, options: Options) -> Any:
         y, low = kernels.convolution_autocast(x, weight, bias, *options)
         return y, (x, low), (Given(weight, bias), options)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, low: Tensor, given: Given, options: Options
     ) -> Gradients:
         for_x, for_weight, for_bias = needs

@@ -137,7 +137,7 @@ class BatchNorm(pairs.Pair, inputs=4):
     backward recomputes its argument, or for relu after a residual one bit an element."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
         running_mean: Tensor | None, running_var: Tensor | None, training: bool, momentum: float, eps: float, act: int,
         num_batches_tracked: Tensor | None,
@@ -156,7 +156,7 @@ class BatchNorm(pairs.Pair, inputs=4):
         return y, kept(x, residual, weight, bias, stats, bits, act), (training, eps, act)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, residual: Tensor | None, bits: Tensor | None,
         weight: Tensor | None, bias: Tensor | None, stats: Tensor, training: bool, eps: float, act: int,
     ) -> Gradients:  # fmt: skip
@@ -171,11 +171,11 @@ class BatchNorm(pairs.Pair, inputs=4):
         return decomposed_backward(dy, *args)
 
 
-class BatchNormInGraph(pairs.Pair, inputs=4, materialize=False):
+class BatchNormInGraph(pairs.Pair, inputs=4):
     """BatchNorm in training, with the moments of x as a result: an op in a graph may not write its arguments."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
         eps: float, act: int,
     ) -> Any:  # fmt: skip
@@ -183,12 +183,12 @@ class BatchNormInGraph(pairs.Pair, inputs=4, materialize=False):
         return (y, moments), kept(x, residual, weight, bias, stats, bits, act), (True, eps, act)
 
     @staticmethod
-    def non_differentiable(needs: Needs, results: Any) -> tuple[Tensor, ...]:
+    def constant(needs: Needs, results: Any) -> tuple[Tensor, ...]:
         return results[1:]
 
     @staticmethod
-    def backward(kernels: Kernels, needs: Needs, dy: Tensor, _: None, *args: Any) -> Gradients:
-        return BatchNorm.backward(kernels, needs, dy, *args)
+    def raw_backward(kernels: Kernels, needs: Needs, dy: Tensor, _: None, *args: Any) -> Gradients:
+        return BatchNorm.raw_backward(kernels, needs, dy, *args)
 
     @staticmethod
     def differentiable_backward(needs: Needs, dy: Tensor, _: None, *args: Any) -> Gradients:

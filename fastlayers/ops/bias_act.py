@@ -72,14 +72,14 @@ class BiasAct(pairs.Pair, inputs=2):
     """Keeps x and the bias, whose sum backward recomputes; for relu the result, which the next layer may keep too."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, x: Tensor, bias: Tensor | None, act: int, parameters: tuple[float, ...]
     ) -> Any:
         out = kernels.bias_act_forward(x, bias, act, *as_two(parameters))
         return out, (out, None) if act == _RELU else (x, bias), (act, parameters)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, bias: Tensor | None, act: int,
         parameters: tuple[float, ...],
     ) -> Gradients:  # fmt: skip

@@ -53,7 +53,7 @@ class ConvolutionNorm(pairs.Pair, inputs=5):
     """act(batch_norm(convolution(x)) + residual). Keeps what the two keep, and the weight's cast."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor, residual: Tensor | None, norm_weight: Tensor,
         norm_bias: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float, act: int,
         num_batches_tracked: Tensor | None, options: autocast.Options,
@@ -66,7 +66,7 @@ class ConvolutionNorm(pairs.Pair, inputs=5):
         return y, (x, low, *kept), (autocast.Given(weight), eps, act, options)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, low: Tensor, z: Tensor, residual: Tensor | None,
         bits: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None, stats: Tensor, given: autocast.Given,
         eps: float, act: int, options: autocast.Options,

@@ -222,7 +222,7 @@ class CrossEntropy(pairs.Pair, inputs=1):
     """Keeps the logits, the classes, the weight, and lse of each row with the sums that all rows share."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
         reduction: int, label_smoothing: float, softcap: float, z_loss: float, dtype: torch.dtype,
     ) -> Any:  # fmt: skip
@@ -231,7 +231,7 @@ class CrossEntropy(pairs.Pair, inputs=1):
         return loss, (x, target, weight, stats), options
 
     @staticmethod
-    def backward(kernels: Kernels, needs: Needs, *args: Any) -> Gradients:
+    def raw_backward(kernels: Kernels, needs: Needs, *args: Any) -> Gradients:
         return (kernels.cross_entropy_backward(*args),)
 
     @staticmethod
@@ -241,24 +241,22 @@ class CrossEntropy(pairs.Pair, inputs=1):
         return (decomposed_backward(dy, x, target, weight, Options(*options)),)
 
 
-class _OverwritingCrossEntropy(CrossEntropy.node):  # type: ignore[valid-type, misc]
+class _OverwritingCrossEntropy(CrossEntropy, inputs=1):
     """Puts the gradient in the place of the logits."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
+    def backward(ctx: Any, *grads: Any) -> Gradients:
         if getattr(ctx, "overwritten", False):
             raise RuntimeError(_OVERWRITTEN)
         x, target, weight, stats = ctx.saved_tensors
-        if guard.needs_double_backward(dy) or not x.is_contiguous():
-            return CrossEntropy.node.backward(ctx, dy)
-        ctx.kernels.cross_entropy_backward_(dy, x, target, weight, stats, *ctx.rest)
+        if guard.needs_double_backward(*grads) or not x.is_contiguous():
+            return CrossEntropy.backward(ctx, *grads)
+        kernels, options = ctx.call
+        kernels.cross_entropy_backward_(*grads, x, target, weight, stats, *options)
         # Any other node that kept the logits then raises in its backward.
         torch.autograd.graph.increment_version(x)
         ctx.overwritten = True
-        return x.detach(), None
-
-
-_record_overwriting = pairs.record_of(_OverwritingCrossEntropy)
+        return None, x.detach()
 
 
 _in_graph = FAMILY.graph_op_of(CrossEntropy, "cross_entropy")
@@ -285,11 +283,9 @@ def cross_entropy(
         reason = unsupported(x, target, weight, options, out)
         if reason is None:
             weight = _wide(weight, x)
-            target = pairs.unwrap(target)
+            pair = _OverwritingCrossEntropy if inplace else CrossEntropy
             try:
-                if inplace and guard.wants_gradient(x):
-                    return _record_overwriting(pairs.unwrap(x), (kernels, target, weight, *options, out))
-                return CrossEntropy.run(kernels, x, target, weight, *options, out)
+                return pair.run(kernels, x, pairs.unwrap(target), weight, *options, out)
             except RuntimeError as error:
                 raise _as_torch_raises(error) from None
         backends.refuse(reason)

@@ -131,7 +131,9 @@ class ReLUAdd(pairs.Pair, inputs=3):
     """
 
     @staticmethod
-    def forward(kernels: Kernels, needs: Needs, x: Tensor, y: Tensor, bias: Tensor | None, alpha: float | None) -> Any:
+    def raw_forward(
+        kernels: Kernels, needs: Needs, x: Tensor, y: Tensor, bias: Tensor | None, alpha: float | None
+    ) -> Any:
         bits = None
         if alpha is None:
             if needs:
@@ -145,7 +147,7 @@ class ReLUAdd(pairs.Pair, inputs=3):
         return out, (bits,), (out.stride(), alpha is None, None if bias is None else bias.shape)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dy: Tensor, bits: Tensor | None, strides: tuple[int, ...], sum_first: bool,
         bias_shape: torch.Size | None,
     ) -> Gradients:  # fmt: skip
@@ -205,13 +207,13 @@ class Mul(pairs.Pair, inputs=2):
     """Keeps its inputs. Both gradients come from one kernel, with the sum over a broadcast operand's repeats."""
 
     @staticmethod
-    def forward(kernels: Kernels, needs: Needs, x: Tensor, y: Tensor) -> Any:
+    def raw_forward(kernels: Kernels, needs: Needs, x: Tensor, y: Tensor) -> Any:
         # Forward alone, torch's kernel is as fast for operands of one shape.
         is_torch = needs and x.shape == y.shape and backends.get_backend() is None
         return x * y if is_torch else kernels.mul(x, y), (x, y), ()
 
     @staticmethod
-    def backward(kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, y: Tensor) -> Gradients:
+    def raw_backward(kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, y: Tensor) -> Gradients:
         return kernels.mul_backward(dy, x, y) if all(needs) else Mul.differentiable_backward(needs, dy, x, y)
 
     @staticmethod

@@ -62,11 +62,11 @@ class Gated(pairs.Pair, inputs=2):
     """Keeps gate and up; backward recomputes act(gate)."""
 
     @staticmethod
-    def forward(kernels: Kernels, needs: Needs, gate: Tensor, up: Tensor, act: int) -> Any:
+    def raw_forward(kernels: Kernels, needs: Needs, gate: Tensor, up: Tensor, act: int) -> Any:
         return kernels.gated_forward(gate, up, act), (gate, up), (act,)
 
     @staticmethod
-    def backward(kernels: Kernels, needs: Needs, dy: Tensor, gate: Tensor, up: Tensor, act: int) -> Gradients:
+    def raw_backward(kernels: Kernels, needs: Needs, dy: Tensor, gate: Tensor, up: Tensor, act: int) -> Gradients:
         return kernels.gated_backward(dy, gate, up, act)
 
     @staticmethod
@@ -98,7 +98,7 @@ class GatedLinear(pairs.Pair, inputs=4):
     """
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: int
     ) -> Any:
         out = F.linear(kernels.gated_forward(gate, up, act).to(weight.dtype), weight, bias)
@@ -108,7 +108,7 @@ class GatedLinear(pairs.Pair, inputs=4):
         return out, (gate, up, weight), (act,)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels | None, needs: Needs, dy: Tensor, gate: Tensor, up: Tensor, weight: Tensor, act: int
     ) -> Gradients:
         device = dy.device.type
@@ -118,7 +118,7 @@ class GatedLinear(pairs.Pair, inputs=4):
 
     @staticmethod
     def differentiable_backward(needs: Needs, *args: Any) -> Gradients:
-        return GatedLinear.backward(None, needs, *args)
+        return GatedLinear.raw_backward(None, needs, *args)
 
 
 def _linear_gradients(
@@ -178,11 +178,11 @@ class GLU(pairs.Pair, inputs=1):
     """Keeps x; backward recomputes the activation of its gate. The gradient is one tensor, as x is."""
 
     @staticmethod
-    def forward(kernels: Kernels, needs: Needs, x: Tensor, dim: int, act: int, gate_first: bool) -> Any:
+    def raw_forward(kernels: Kernels, needs: Needs, x: Tensor, dim: int, act: int, gate_first: bool) -> Any:
         return kernels.glu_forward(x, dim, act, gate_first), (x,), (dim, act, gate_first)
 
     @staticmethod
-    def backward(kernels: Kernels, needs: Needs, *args: Any) -> Gradients:
+    def raw_backward(kernels: Kernels, needs: Needs, *args: Any) -> Gradients:
         return (kernels.glu_backward(*args),)
 
     @staticmethod

@@ -29,7 +29,7 @@ def graph_op_of(
     AOTAutograd then runs it, so that its graphs hold the raw ops of the forward and, from the Function that autograd
     recorded, those of the backward.
     """
-    schema = schema_of(pair.forward, skip=2, returns=returns)
+    schema = schema_of(pair.raw_forward, skip=2, returns=returns)
     return define_graph_op(name, schema, lambda *args: pair.run(kernels(), *args))
 
 

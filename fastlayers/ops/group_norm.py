@@ -81,7 +81,7 @@ class GroupNorm(pairs.Pair, inputs=3):
     """Keeps x, the weight, for an activation the bias, and the mean and rstd of each group."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int,
         eps: float, act: int, dtype: torch.dtype, layout: torch.memory_format | None,
     ) -> Any:  # fmt: skip
@@ -90,7 +90,7 @@ class GroupNorm(pairs.Pair, inputs=3):
         return y, (x, stats, weight, bias if act else None), (num_groups, eps, act)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None,
         bias: Tensor | None, num_groups: int, eps: float, act: int,
     ) -> Gradients:  # fmt: skip

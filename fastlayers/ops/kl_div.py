@@ -82,7 +82,7 @@ class KLDiv(pairs.Pair, inputs=2):
     """The sum in the accumulation dtype, or the elements. Keeps the target, and the input for the target's gradient."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, input: Tensor, target: Tensor, log_target: bool, dtype: torch.dtype | None
     ) -> Any:
         if dtype is None:
@@ -92,7 +92,7 @@ class KLDiv(pairs.Pair, inputs=2):
         return out, (input if needs and needs[1] else None, target), (log_target,)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dy: Tensor, input: Tensor | None, target: Tensor, log_target: bool
     ) -> Gradients:
         return kernels.kl_div_backward(dy, input, target, log_target, *needs)
@@ -149,7 +149,7 @@ class Divergence(pairs.Pair, inputs=2):
     """Of each row of two matrices. Keeps both, the labels, and six numbers a row."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int,
         beta: float, temperature: float,
     ) -> Any:  # fmt: skip
@@ -157,7 +157,7 @@ class Divergence(pairs.Pair, inputs=2):
         return losses, (student, teacher, labels, stats), (ignore_index, beta, temperature)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dlosses: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None,
         stats: Tensor, ignore_index: int, beta: float, temperature: float,
     ) -> Gradients:  # fmt: skip

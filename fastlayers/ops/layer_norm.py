@@ -137,7 +137,7 @@ class LayerNorm(pairs.Pair, inputs=3):
     """Keeps x, the weight, and the rstd of each row; for a layer_norm the mean too."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float,
         kind: int, dtype: torch.dtype,
     ) -> Any:  # fmt: skip
@@ -145,7 +145,7 @@ class LayerNorm(pairs.Pair, inputs=3):
         return y, (x, weight, stats), (dims, eps, kind)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, dims: int,
         eps: float, kind: int,
     ) -> Gradients:  # fmt: skip
@@ -159,14 +159,14 @@ class LayerNorm(pairs.Pair, inputs=3):
         return decomposed_backward(dy, None, x, weight, *rest, *needs[1:])
 
 
-class AddLayerNorm(pairs.Pair, inputs=4, materialize=False):
+class AddLayerNorm(pairs.Pair, inputs=4):
     """Keeps s = x + residual, the weight, and the rstd of each row; for a layer_norm the mean too.
 
     Without a residual s is x itself: autograd returns it as a view, whose gradient arrives here as that of s.
     """
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
         dims: int, eps: float, kind: int, dtype: torch.dtype,
     ) -> Any:  # fmt: skip
@@ -179,11 +179,11 @@ class AddLayerNorm(pairs.Pair, inputs=4, materialize=False):
         return (y, s), (s, weight, stats), (x.dtype, dims, eps, kind)
 
     @staticmethod
-    def non_differentiable(needs: Needs, results: Any) -> tuple[Tensor, ...]:
+    def constant(needs: Needs, results: Any) -> tuple[Tensor, ...]:
         return () if needs[0] or needs[1] else results[1:]
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | None,
         stats: Tensor, dtype: torch.dtype, dims: int, eps: float, kind: int,
     ) -> Gradients:  # fmt: skip
@@ -397,7 +397,7 @@ class AdaLayerNorm(pairs.Pair, inputs=3):
     """Keeps x, the scale, and the mean and rstd of each row."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, x: Tensor, scale: Tensor, shift: Tensor | None, dims: int, eps: float,
         dtype: torch.dtype,
     ) -> Any:  # fmt: skip
@@ -405,7 +405,7 @@ class AdaLayerNorm(pairs.Pair, inputs=3):
         return y, (x, scale, stats), (dims, eps)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, scale: Tensor, stats: Tensor, dims: int, eps: float
     ) -> Gradients:
         return kernels.ada_layer_norm_backward(dy, x, scale, stats, dims, *needs[1:])

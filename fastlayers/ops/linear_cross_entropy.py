@@ -202,7 +202,7 @@ class LinearCrossEntropyInGraph(pairs.Pair, inputs=LEAVES):
     """Keeps its inputs, and the gradients of a summed loss, which backward multiplies with the incoming one."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: None, needs: Needs, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
         low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor, weight: Tensor | None,
         ignore_index: int, reduction: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
@@ -214,7 +214,7 @@ class LinearCrossEntropyInGraph(pairs.Pair, inputs=LEAVES):
         return found, (*tensors, *ready), (loss, low, chunk_size, acc_dtype)
 
     @staticmethod
-    def backward(kernels: None, needs: Needs, dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    def raw_backward(kernels: None, needs: Needs, dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
         tensors, (left, *gradients), (loss, *rest) = args[: LEAVES + 2], args[LEAVES + 2 : -4], args[-4:]
         if loss.reduction != NONE:
             return head_loss.scaled(dy, left, gradients, needs)

@@ -403,7 +403,7 @@ class LinearDivergenceInGraph(pairs.Pair, inputs=LEAVES):
     """Keeps its inputs, and the gradients of a summed loss, which backward multiplies with the incoming one."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: None, needs: Needs, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
         low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target_input: Tensor,
         target_weight: Tensor | None, target_bias: Tensor | None, target: Tensor | None, ignore_index: int, kind: str,
@@ -417,7 +417,7 @@ class LinearDivergenceInGraph(pairs.Pair, inputs=LEAVES):
         return loss, (*tensors, *ready), options
 
     @staticmethod
-    def backward(kernels: None, needs: Needs, dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    def raw_backward(kernels: None, needs: Needs, dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
         tensors, (left, *gradients), options = args[: LEAVES + 4], args[LEAVES + 4 : -7], args[-7:]
         ignore_index, kind, reduction, *rest = options
         if reduction != "none":

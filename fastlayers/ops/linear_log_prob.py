@@ -207,11 +207,11 @@ IN_GRAPH = Ways(
 )
 
 
-class LinearLogProb(pairs.Pair, inputs=LEAVES, materialize=False):
+class LinearLogProb(pairs.Pair, inputs=LEAVES):
     """Keeps its inputs, and for each row its entropy and two numbers of its normaliser."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Ways, needs: Needs, input: Tensor, linear_weight: Tensor | None, linear_bias: Tensor | None,
         low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor, ignore_index: int,
         softcap: float, logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
@@ -223,7 +223,7 @@ class LinearLogProb(pairs.Pair, inputs=LEAVES, materialize=False):
         return (log_prob, entropy, levels), (*tensors, target, entropy, levels), (*rest, kernels.quantized)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Ways, needs: Needs, dlog_prob: Tensor | None, dentropy: Tensor | None, dlevels: Tensor | None,
         *args: Any,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip

@@ -65,7 +65,7 @@ class AddLowRank(pairs.Pair, inputs=4):
     and references to A and B."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Any, needs: Needs, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float,
         mask: Tensor | None,
     ) -> Any:  # fmt: skip
@@ -75,7 +75,7 @@ class AddLowRank(pairs.Pair, inputs=4):
         return out.view(y.shape), (x, u, a, b, mask), (scale, dropout)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Any, needs: Needs, dy: Tensor, x: Tensor, u: Tensor, a: Tensor, b: Tensor, mask: Tensor | None,
         scale: float, dropout: float,
     ) -> Gradients:  # fmt: skip

@@ -113,13 +113,13 @@ class MaxPool2d(pairs.Pair, inputs=1):
     """Keeps where in its window each maximum is: a byte an output."""
 
     @staticmethod
-    def forward(kernels: Kernels, needs: Needs, x: Tensor, window: Window) -> Any:
+    def raw_forward(kernels: Kernels, needs: Needs, x: Tensor, window: Window) -> Any:
         dense, channels_last = _dense(x)
         out, offsets = kernels.max_pool2d_forward(dense, *window, channels_last, bool(needs))
         return out, (offsets,), (tuple(x.shape[-2:]), window, channels_last)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dy: Tensor, offsets: Tensor, size: Size, window: Window, channels_last: bool
     ) -> Gradients:
         dy = layouts.with_strides(dy, offsets.stride())

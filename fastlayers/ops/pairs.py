@@ -1,17 +1,17 @@
-"""A pair of raw ops as autograd takes it: forward, backward, and the backward in torch ops for second derivatives.
+"""A pair of raw ops as an autograd Function: forward, backward, and the backward in torch ops for second derivatives.
 
-The autograd Function of eager mode follows from the pair, and so does the op that torch.compile puts into its graphs
+Eager mode calls it as it is. The op that torch.compile puts into its graphs is made of it
 (:mod:`fastlayers.ops.graph_ops`).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionMeta
 
 from fastlayers.ops.guard import needs_double_backward
 
@@ -40,42 +40,6 @@ def differentiate(
     return tuple(next(found) if needed else None for needed in needs)
 
 
-class Pair:
-    """A raw forward and a raw backward, with what is kept between the two. The docstring of a subclass says what.
-
-    A subclass has three static methods, which contain no choice of backend and no autograd:
-
-    - ``forward(kernels, needs, *args)`` returns ``(results, kept, rest)``: the tensors that backward needs, None where
-      one is missing, and everything else that it needs.
-    - ``backward(kernels, needs, *grads, *kept, *rest)`` returns a gradient, or None, for each of the first ``inputs``
-      arguments; anything for those that need none.
-    - ``differentiable_backward(needs, *grads, *kept, *rest)`` returns the same by torch ops, for a second derivative.
-
-    ``needs`` says which of the first ``inputs`` arguments need a gradient; it is empty where nothing is recorded.
-
-    Class keywords:
-        inputs: number of arguments, the first ones, that are tensors and may need a gradient.
-        materialize: whether a result without a gradient gets one of zeros; otherwise backward is given None.
-    """
-
-    forward: ClassVar[Callable[..., tuple[Any, tuple[Tensor | None, ...], tuple[Any, ...]]]]
-    backward: ClassVar[Callable[..., Gradients]]
-    differentiable_backward: ClassVar[Callable[..., Gradients]]
-
-    #: The autograd Function of the pair.
-    node: ClassVar[type[torch.autograd.Function]]
-    #: ``run(kernels, *args)``: the results of the forward, recorded by autograd where an input needs a gradient.
-    run: ClassVar[Callable[..., Any]]
-
-    def __init_subclass__(cls, *, inputs: int, materialize: bool = True) -> None:
-        _generate(cls, inputs, materialize)
-
-    @staticmethod
-    def non_differentiable(needs: Needs, results: Any) -> tuple[Tensor, ...]:
-        """The results that have no gradient although an input needs one."""
-        return ()
-
-
 def record_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """What ``function.apply`` ends with, for calls that :meth:`Family.kernels_for` let through.
 
@@ -85,64 +49,81 @@ def record_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
-#: What :func:`_generate` makes of a pair, written out for its arguments: loops over them cost the host 2 us a call.
-_TEMPLATE = """
-def run(kernels, {args}):
-    if is_grad_enabled() and ({wants_gradient}):
-        return record({unwrapped}, (kernels, {rest}))
-    return pair.forward(kernels, (), {args})[0]
+class _WithKeywords(FunctionMeta):
+    """torch's metaclass of Functions, which takes no class keywords. These are for ``__init_subclass__`` alone."""
 
-def forward(ctx, {inputs}, rest):
-    ctx.kernels, {rest} = rest
-    results, kept, ctx.rest = pair.forward(ctx.kernels, ctx.needs_input_grad[:-1], {args})
-    ctx.save_for_backward(*kept)
-    return results
-
-def forward_without_materialized_grads(ctx, {inputs}, rest):
-    results = forward(ctx, {inputs}, rest)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*pair.non_differentiable(ctx.needs_input_grad[:-1], results))
-    return results
-
-def backward(ctx, *grads):
-    needs = ctx.needs_input_grad[:-1]
-    for dy in grads:
-        if dy is not None and needs_double_backward(dy):
-            {inputs}, = pair.differentiable_backward(needs, *grads, *ctx.saved_tensors, *ctx.rest)
-            break
-    else:
-        {inputs}, = pair.backward(ctx.kernels, needs, *grads, *ctx.saved_tensors, *ctx.rest)
-    return {needed}, None
-"""
+    def __init__(self, *given: Any, **keywords: Any) -> None:
+        super().__init__(*given)
 
 
-def _generate(pair: type[Pair], inputs: int, materialize: bool) -> None:
-    """Give a pair its autograd Function and its ``run``."""
-    _, _, *parameters = inspect.signature(pair.forward).parameters.values()
-    names = [p.name for p in parameters]
-    optional = {p.name for p in parameters if "None" in p.annotation}
-    wants = [
-        f"({t} is not None and {t}.requires_grad)" if t in optional else f"{t}.requires_grad" for t in names[:inputs]
-    ]
-    needed = [f"{t} if needs[{i}] else None" for i, t in enumerate(names[:inputs])]
-    unwrapped = [f"None if {t} is None else unwrap({t})" if t in optional else f"unwrap({t})" for t in names[:inputs]]
-    source = _TEMPLATE.format(
-        args=", ".join(names),
-        inputs=", ".join(names[:inputs]),
-        rest=", ".join([*names[inputs:], ""]),
-        wants_gradient=" or ".join(wants),
-        unwrapped=", ".join(unwrapped),
-        needed=", ".join(needed),
-    )
-    made: dict[str, Any] = {
-        "pair": pair,
-        "is_grad_enabled": torch.is_grad_enabled,
-        "unwrap": unwrap,
-        "needs_double_backward": needs_double_backward,
-    }
-    exec(compile(source, f"<fastlayers {pair.__name__}>", "exec"), made)
-    forward = made["forward" if materialize else "forward_without_materialized_grads"]
-    methods = {"__doc__": pair.__doc__, "forward": staticmethod(forward), "backward": staticmethod(made["backward"])}
-    pair.node = type(pair.__name__, (torch.autograd.Function,), methods)
-    made["record"] = record_of(pair.node)
-    pair.run = staticmethod(made["run"])
+class Pair(torch.autograd.Function, metaclass=_WithKeywords):
+    """A raw forward and a raw backward, with what is kept between the two. The docstring of a subclass says what.
+
+    A subclass has three static methods, which contain no choice of backend and no autograd:
+
+    - ``raw_forward(kernels, needs, *args)`` returns ``(results, kept, rest)``: a tensor, or a tuple of several; the
+      tensors that backward needs, None where one is missing; and everything else that it needs.
+    - ``raw_backward(kernels, needs, *grads, *kept, *rest)`` returns a gradient, or None, for each of the first
+      ``inputs`` arguments; anything for those that need none. Of several results, those that nothing uses have the
+      gradient None.
+    - ``differentiable_backward(needs, *grads, *kept, *rest)`` returns the same by torch ops, for a second derivative.
+
+    ``needs`` says which of the first ``inputs`` arguments need a gradient; it is empty where nothing is recorded.
+
+    Class keywords:
+        inputs: number of arguments, the first ones, that are tensors and may need a gradient.
+    """
+
+    raw_forward: ClassVar[Callable[..., tuple[Any, tuple[Tensor | None, ...], tuple[Any, ...]]]]
+    raw_backward: ClassVar[Callable[..., Gradients]]
+    differentiable_backward: ClassVar[Callable[..., Gradients]]
+
+    _inputs: ClassVar[int]
+    _record: ClassVar[Callable[..., Any]]
+
+    def __init_subclass__(cls, *, inputs: int) -> None:
+        cls._inputs, cls._record = inputs, record_of(cls)
+
+    @staticmethod
+    def constant(needs: Needs, results: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """Which of several results have no gradient although an input needs one."""
+        return ()
+
+    @classmethod
+    def run(cls, kernels: Any, *args: Any) -> Any:
+        """The results of the forward, recorded by autograd where an input needs a gradient."""
+        if torch.is_grad_enabled():
+            inputs = args[: cls._inputs]
+            for t in inputs:
+                if t is not None and t.requires_grad:
+                    unwrapped = [None if t is None else unwrap(t) for t in inputs]
+                    return cls._record((kernels, args[cls._inputs :]), *unwrapped)
+        return cls.raw_forward(kernels, (), *args)[0]
+
+    # Each argument of a Function and each attribute of its context costs the host 0.2 us a call, so there is one.
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[Any, tuple[Any, ...]], *inputs: Tensor | None) -> Any:
+        pair, needs, (kernels, options) = ctx._forward_cls, ctx.needs_input_grad[1:], call
+        results, kept, rest = pair.raw_forward(kernels, needs, *inputs, *options)
+        ctx.save_for_backward(*kept)
+        ctx.call = kernels, rest
+        if type(results) is tuple:
+            ctx.set_materialize_grads(False)
+            ctx.mark_non_differentiable(*pair.constant(needs, results))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+        pair, needs, (kernels, rest) = ctx._forward_cls, ctx.needs_input_grad[1:], ctx.call
+        for dy in grads:
+            if dy is not None and needs_double_backward(dy):
+                found = pair.differentiable_backward(needs, *grads, *ctx.saved_tensors, *rest)
+                break
+        else:
+            found = pair.raw_backward(kernels, needs, *grads, *ctx.saved_tensors, *rest)
+        gradients = [None, *found]
+        for i, needed in enumerate(ctx.needs_input_grad):  # a comprehension costs the host 0.6 us more
+            if not needed:
+                gradients[i] = None
+        return tuple(gradients)

@@ -150,7 +150,7 @@ class DropoutAdd(pairs.Pair, inputs=2):
     """Keeps the seed. ``shard`` is the number of this shard of a larger tensor, or 0."""
 
     @staticmethod
-    def forward(kernels: Kernels, needs: Needs, x: Tensor, residual: Tensor, p: float, shard: int) -> Any:
+    def raw_forward(kernels: Kernels, needs: Needs, x: Tensor, residual: Tensor, p: float, shard: int) -> Any:
         seed = draw_seed(x)
         if shard:
             seed.add_(shard)
@@ -158,7 +158,7 @@ class DropoutAdd(pairs.Pair, inputs=2):
         return out, (seed,), (p, x.dtype, out.stride())
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dy: Tensor, seed: Tensor, p: float, dtype: torch.dtype, strides: tuple[int, ...]
     ) -> Gradients:
         dx = kernels.dropout_add(layouts.with_strides(dy, strides), None, p, seed, dtype) if needs[0] else None
@@ -176,7 +176,7 @@ class ScaleAdd(pairs.Pair, inputs=3):
     """Keeps gamma, a number for each sample that may be dropped, and x where gamma needs a gradient."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, x: Tensor, gamma: Tensor | None, residual: Tensor, keep: Tensor | None,
         scale: float,
     ) -> Any:  # fmt: skip
@@ -187,7 +187,7 @@ class ScaleAdd(pairs.Pair, inputs=3):
         return out, (x if for_gamma else None, gamma if for_x or for_gamma else None, keep), (scale, x.dtype)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor | None, gamma: Tensor | None, keep: Tensor | None,
         scale: float, dtype: torch.dtype,
     ) -> Gradients:  # fmt: skip

@@ -40,7 +40,7 @@ class ResponseNorm(pairs.Pair, inputs=3):
     """Keeps x, the weight, and the norm of each channel of each sample."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor, eps: float, channels_last: bool,
         dtype: torch.dtype,
     ) -> Any:  # fmt: skip
@@ -48,7 +48,7 @@ class ResponseNorm(pairs.Pair, inputs=3):
         return y, (x, weight, norm), (eps, channels_last)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, weight: Tensor, norm: Tensor, eps: float,
         channels_last: bool,
     ) -> Gradients:  # fmt: skip

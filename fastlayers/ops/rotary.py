@@ -168,11 +168,11 @@ def _decomposed_backward(
     return turned.to(dtype)
 
 
-class Rotary(pairs.Pair, inputs=2, materialize=False):
+class Rotary(pairs.Pair, inputs=2):
     """Keeps cos and sin."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool,
         rotary_dim: int, plan: Plan,
     ) -> Any:  # fmt: skip
@@ -182,11 +182,11 @@ class Rotary(pairs.Pair, inputs=2, materialize=False):
         return (q_out, None if k is None else k_out), (cos, sin), (interleaved, rotary_dim, plan, q.dtype)
 
     @staticmethod
-    def non_differentiable(needs: Needs, results: Any) -> tuple[Tensor, ...]:
+    def constant(needs: Needs, results: Any) -> tuple[Tensor, ...]:
         return tuple(t for t, needed in zip(results, needs, strict=True) if t is not None and not needed)
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Kernels, needs: Needs, dq: Tensor | None, dk: Tensor | None, cos: Tensor, sin: Tensor,
         interleaved: bool, rotary_dim: int, plan: Plan, dtype: torch.dtype,
     ) -> Gradients:  # fmt: skip

@@ -92,7 +92,7 @@ class Softmax(pairs.Pair, inputs=2):
     """Keeps the result; the mask too where it is boolean (a view of the caller's) or needs a gradient."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Kernels, needs: Needs, x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool,
         dtype: torch.dtype,
     ) -> Any:  # fmt: skip
@@ -101,7 +101,7 @@ class Softmax(pairs.Pair, inputs=2):
         return y, (y, mask if keeps_mask else None), (dim, scale, log, x.dtype)
 
     @staticmethod
-    def backward(kernels: Kernels, needs: Needs, *args: Any) -> Gradients:
+    def raw_backward(kernels: Kernels, needs: Needs, *args: Any) -> Gradients:
         return _gradients(kernels.softmax_backward, *args)
 
     @staticmethod

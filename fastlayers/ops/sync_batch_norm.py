@@ -290,13 +290,13 @@ def _fake_backward(
     return torch.empty_like(x), torch.empty_like(x) if dresidual else x.new_empty(0), dweight, dbias
 
 
-class SyncBatchNorm(pairs.Pair, inputs=4, materialize=False):
+class SyncBatchNorm(pairs.Pair, inputs=4):
     """Keeps x, the weight, the mean and rstd of each channel and how many values they are of; for an activation the
     bias and the residual, from which backward recomputes its argument, or for relu after a residual, where kernels
     serve, one bit an element."""
 
     @staticmethod
-    def forward(
+    def raw_forward(
         kernels: Any, needs: Needs, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
         eps: float, act: int, group: str,
     ) -> Any:  # fmt: skip
@@ -311,11 +311,11 @@ class SyncBatchNorm(pairs.Pair, inputs=4, materialize=False):
         return (y, moments, count), kept, (eps, act, group)
 
     @staticmethod
-    def non_differentiable(needs: Needs, results: Any) -> tuple[Tensor, ...]:
+    def constant(needs: Needs, results: Any) -> tuple[Tensor, ...]:
         return results[1:]  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(
+    def raw_backward(
         kernels: Any, needs: Needs, dy: Tensor, _: None, __: None, x: Tensor, residual: Tensor | None,
         bits: Tensor | None, weight: Tensor | None, bias: Tensor | None, stats: Tensor, count: Tensor, eps: float,
         act: int, group: str,
