@@ -3,6 +3,14 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def few_logits_are_deferred(monkeypatch):
+    """Those of the little models here would be computed with their loss."""
+    from fastlayers.patching.libraries.transformers import deferred_logits
+
+    monkeypatch.setattr(deferred_logits, "is_large", lambda input, linear_weight: True)
+
+
 @pytest.fixture
 def chunked(monkeypatch):
     """Losses of any size chunk by chunk; and a count of them."""

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from fastlayers import functional
 from fastlayers.modules import FusedCrossEntropyLoss
 from fastlayers.ops.guard import is_dtensor
-from fastlayers.ops.head import autocast_dtype
+from fastlayers.ops.head import autocast_dtype, is_large
+from fastlayers.ops.quantized import quantized
 from fastlayers.ops.reference import LOW_PRECISION, autocasts
 from fastlayers.patching.libraries.heads import find
 from fastlayers.patching.runtime import checks
@@ -143,8 +144,12 @@ def defer(
     found = find(head, hidden)
     if found is not None and not torch.is_grad_enabled() and fits(hidden, found.head.classes):
         return None  # Evaluation uses its logits, and keeps nothing for a backward.
-    if found is None or not isinstance(scale, int | float):
-        return None
+    if (
+        found is None
+        or not isinstance(scale, int | float)
+        or not is_large(hidden, quantized(found.head.weight) or found.head.weight)
+    ):
+        return None  # The loss of few logits computes them anyway.
     if not (softcap is None or (isinstance(softcap, int | float) and softcap > 0)):
         return None
     for argument, outer in arguments:

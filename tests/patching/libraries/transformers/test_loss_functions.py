@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastlayers
+from fastlayers.ops import head
 from fastlayers.patching import patch_model, patch_report, plan_patch, unpatch_model, verify_patch
+from fastlayers.patching.libraries.transformers import deferred_logits
 from fastlayers.patching.reasons import PatchWarning
 from fastlayers.patching.regions.results import Taken, put_together, take_apart
 from tests.harness import assert_no_worse, needs_gpu
@@ -67,13 +69,21 @@ def test_when_the_logits_are_computed_with_the_loss(monkeypatch):
     with torch.no_grad():  # A weight average may be swapped out by the time that they are used.
         assert not is_lazy(model(**given).logits)
         assert not is_lazy(model(**ids).logits)
-        monkeypatch.setattr("fastlayers.patching.libraries.transformers.deferred_logits.MOST_ON_A_CPU", 0)
-        assert is_lazy(model(**given).logits)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(deferred_logits, "MOST_ON_A_CPU", 0)
+            assert is_lazy(model(**given).logits)
     assert is_lazy(model.eval()(**given).logits)
     with torch.inference_mode():
         torch.testing.assert_close(model(**given).logits.float(), model(**ids).logits)
     assert not is_lazy(patch_model(unpatch_model(model), exclude="lm_head")(**given).logits)
+
+
+def test_few_logits_are_computed_with_the_loss(monkeypatch):
+    """Their loss is not chunked, and would compute them anyway."""
+    monkeypatch.setattr(deferred_logits, "is_large", head.is_large)
+    model = causal_model()
+    twin = copy.deepcopy(model)
+    assert type(assert_same_step(patch_model(model), twin).logits) is torch.Tensor
 
 
 USES = {
