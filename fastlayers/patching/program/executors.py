@@ -173,9 +173,8 @@ class Node(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         marks: Tensors = ()
         ctx.kept, ctx.made = len(kept), ()
-        if (
-            guard.hooks_decide_what_is_kept()
-        ):  # They may keep a copy. A checkpoint does not keep what it computes again,
+        if guard.hooks_decide_what_is_kept():
+            # They may keep a copy of what a derivative reads. A checkpoint does not keep what it computes again,
             read, each = executor.read, enumerate(given.parameters)
             ctx.made = tuple(i for i, t in each if t is not None and (t.grad_fn is not None or i in read))
             # and gives what its recomputation keeps to this node, by order. It compares shapes, so these differ.
