@@ -486,8 +486,8 @@ struct RegionBackward final : autograd::Node {
 
   // The gradients that are asked for, with a graph if they are `derived`; otherwise some results have no gradient.
   autograd::variable_list by_python(const autograd::variable_list& grads, const std::vector<bool>& asked, bool derived) {
-    static const auto whole_op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::differentiate", "");
-    static const auto some_op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::some", "");
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::by_python", "");
+    static const auto needed_op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::needed", "");
     Gradients given;
     for (const auto& t : grads) given.push_back(t.defined() ? std::optional<Tensor>(t) : std::nullopt);
     c10::List<bool> needs;
@@ -504,19 +504,13 @@ struct RegionBackward final : autograd::Node {
       whole.set(i, unpack(from[i]));  // which tests whether it was written
       expected[i] = whole.get(i)._version();
     }
-    Stack stack{again, whole, expected};
-    if (!derived) {
-      static const auto needed_op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::needed", "");
-      Stack question{again, given};
-      needed_op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, question);
-      Tensors kept;
-      for (auto i : question[0].toIntVector()) kept.push_back(unpack(i));
-      stack.emplace_back(std::move(kept));
-    }
-    stack.emplace_back(std::move(given));
-    stack.emplace_back(std::move(needs));
+    Stack question{again, given, derived};
+    needed_op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, question);
+    Tensors kept;
+    for (auto i : question[0].toIntVector()) kept.push_back(unpack(i));
+    Stack stack{again, derived, std::move(whole), std::move(expected), std::move(kept), std::move(given), std::move(needs)};
     // Below no mode and no transform: these see the operations of the forward that Python runs again.
-    (derived ? whole_op : some_op).callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack);
+    op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack);
     autograd::variable_list found(asked.size());
     const auto& list = stack[0].toListRef();
     for (size_t i = 0; i < asked.size(); ++i) {
@@ -654,16 +648,11 @@ TORCH_LIBRARY_FRAGMENT(fastlayers_regions, m) {
   // What Python implements.
   const c10::TypePtr gradients = c10::ListType::create(c10::OptionalType::ofTensor());
   m.def(c10::FunctionSchema(
-      "fastlayers_regions::differentiate", "",
-      {{"again", object}, {"inputs", tensors}, {"versions", integers}, {"grads", gradients},
-       {"needs", c10::ListType::ofBools()}},
-      {{"", gradients}}));
+      "fastlayers_regions::needed", "", {{"again", object}, {"grads", gradients}, {"derived", truth}}, {{"", integers}}));
   m.def(c10::FunctionSchema(
-      "fastlayers_regions::needed", "", {{"again", object}, {"grads", gradients}}, {{"", integers}}));
-  m.def(c10::FunctionSchema(
-      "fastlayers_regions::some", "",
-      {{"again", object}, {"inputs", tensors}, {"versions", integers}, {"kept", tensors}, {"grads", gradients},
-       {"needs", c10::ListType::ofBools()}},
+      "fastlayers_regions::by_python", "",
+      {{"again", object}, {"derived", truth}, {"inputs", tensors}, {"versions", integers}, {"kept", tensors},
+       {"grads", gradients}, {"needs", c10::ListType::ofBools()}},
       {{"", gradients}}));
   m.def(c10::FunctionSchema("fastlayers_regions::hooks_decide", "", {}, {{"", truth}}));
   m.def(c10::FunctionSchema(

@@ -28,6 +28,7 @@ __all__ = [
     "Facts",
     "NativeExecutor",
     "PythonExecutor",
+    "below_modes",
     "call_source",
     "excluding",
     "executor_class",
@@ -49,6 +50,16 @@ def _keys_above_kernels() -> Any:
 
 KEYS = _keys_above_kernels()
 excluding: Callable[[Any], Any] = torch._C._ExcludeDispatchKeyGuard
+_keys_of_no_mode = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+
+
+def below_modes() -> Any:
+    """A context in which operations run as a program's do, below modes and transforms too, as far as the dispatcher
+    has them: what a backward computes again was not seen by those of the backward, and draws no number for each of its
+    batch."""
+    excluded: Any = torch._C._dispatch_tls_local_exclude_set()  # type: ignore[no-untyped-call]
+    return torch._C._ForceDispatchKeyGuard(_keys_of_no_mode, excluded | KEYS)
+
 
 #: Whether the backward that runs was called with retain_graph.
 _retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -57,7 +68,13 @@ _retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_
 class Again(Protocol):
     """What a call keeps for the backwards that its program does not give."""
 
-    def differentiate(self, given: Given, grads: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+    def needed(self, grads: Sequence[Tensor | None], derived: bool) -> list[int]:
+        """The places of what is needed of what the program kept: by ``differentiate`` if ``derived``, else by ``some``.
+        The rest may have been written since."""
+
+    def differentiate(
+        self, given: Given, kept: list[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> list[Tensor | None]:
         """The gradients of the inputs that need one, with a graph of their own where that is asked for.
 
         Of results without a gradient nothing is computed, as autograd does: zeros would let weights decay, and 0 times
@@ -67,11 +84,7 @@ class Again(Protocol):
     def some(
         self, given: Given, kept: list[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        """The same where some of the results have no gradient, from what is ``needed`` of what the program kept;
-        without a graph."""
-
-    def needed(self, grads: Sequence[Tensor | None]) -> list[int]:
-        """The places of that."""
+        """The same where some of the results have no gradient, without a graph."""
 
 
 class Facts(NamedTuple):
@@ -200,11 +213,8 @@ class Node(torch.autograd.Function):
             saved = ctx.saved_tensors  # Of a checkpoint a second time would be another recomputation.
             ctx.given.remember(ctx.made, saved[ctx.kept : ctx.kept + len(ctx.made)])
             needs = ctx.needs_input_grad[4:]
-            if derived:
-                found = ctx.again.differentiate(ctx.given, active, needs)
-            else:
-                kept = [saved[i] for i in ctx.again.needed(active)]
-                found = ctx.again.some(ctx.given, kept, active, needs)
+            kept = [saved[i] for i in ctx.again.needed(active, derived)]
+            found = (ctx.again.differentiate if derived else ctx.again.some)(ctx.given, kept, active, needs)
             ctx.given.forget(ctx.made)
             if not (torch.is_grad_enabled() or _retains_graph()):
                 ctx.maybe_clear_saved_tensors()
@@ -414,34 +424,24 @@ def run_generated(kernel: Any, launch: Any, tensors: Sequence[Tensor]) -> list[T
     return made
 
 
-def differentiate(
-    again: Again, inputs: list[Tensor], versions: list[int], grads: list[Tensor | None], needs: list[bool]
-) -> list[Tensor | None]:
-    """:meth:`Again.differentiate` for C++."""
-    return again.differentiate(given_at(inputs, versions), grads, needs)
-
-
-def needed(again: Again, grads: list[Tensor | None]) -> list[int]:
+def needed(again: Again, grads: list[Tensor | None], derived: bool) -> list[int]:
     """:meth:`Again.needed` for C++."""
-    return again.needed(grads)
+    return again.needed(grads, derived)
 
 
-def some(
+def by_python(
     again: Again,
+    derived: bool,
     inputs: list[Tensor],
     versions: list[int],
     kept: list[Tensor],
     grads: list[Tensor | None],
     needs: list[bool],
 ) -> list[Tensor | None]:
-    """:meth:`Again.some` for C++."""
-    return list(again.some(given_at(inputs, versions), kept, grads, needs))
-
-
-def given_at(inputs: list[Tensor], versions: list[int]) -> Given:
+    """:meth:`Again.differentiate` and :meth:`Again.some` for C++."""
     given = Given(*inputs)
     given.versions = versions
-    return given
+    return list((again.differentiate if derived else again.some)(given, kept, grads, needs))
 
 
 class _Native(NamedTuple):
@@ -466,11 +466,13 @@ def _load() -> str | None:
     except (OSError, RuntimeError) as error:
         return f"the C++ library does not load: {error}"
     definitions = torch.library.Library("fastlayers_regions", "FRAGMENT")
-    definitions.impl("differentiate", differentiate, "CompositeImplicitAutograd")
-    definitions.impl("needed", needed, "CompositeImplicitAutograd")
-    definitions.impl("some", some, "CompositeImplicitAutograd")
-    definitions.impl("hooks_decide", guard.hooks_decide_what_is_kept, "CompositeImplicitAutograd")
-    definitions.impl("run_kernel", lambda kernel, tensors: kernel(tensors), "CompositeImplicitAutograd")
+    for name, function in {
+        "needed": needed,
+        "by_python": by_python,
+        "hooks_decide": guard.hooks_decide_what_is_kept,
+        "run_kernel": lambda kernel, tensors: kernel(tensors),
+    }.items():
+        definitions.impl(name, function, "CompositeImplicitAutograd")
     _definitions.append(definitions)
     return None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastlayers.ops import layouts
 from fastlayers.patching.program.executors import KEYS, excluding
 
-__all__ = ["agree", "in_backward", "largest_of", "some_gradient"]
+__all__ = ["NOISE", "agree", "in_backward", "largest_of", "some_gradient"]
 
 #: The share of the largest element, and of each, that two runs may differ by at most,
 ALIKE = 0.05

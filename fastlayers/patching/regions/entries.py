@@ -16,9 +16,17 @@ from fastlayers.ops import layouts
 from fastlayers.ops.autocast import Given, version_of
 from fastlayers.patching.program.cost import Cost
 from fastlayers.patching.program.derivative import Derivative
-from fastlayers.patching.program.executors import KEYS, Executor, Facts, excluding, executor_class
+from fastlayers.patching.program.executors import (
+    KEYS,
+    Executor,
+    Facts,
+    below_modes,
+    excluding,
+    executor_class,
+)
 from fastlayers.patching.program.program import Program
 from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.regions.agreement import NOISE, largest_of
 from fastlayers.patching.regions.partial_backward import Geometry, without_gradients
 from fastlayers.patching.regions.readers import Reader
 
@@ -246,10 +254,15 @@ class Again(NamedTuple):
     random: list[Tensor] | None
     old: tuple[Tensor, ...]
 
-    def needed(self, grads: Sequence[Tensor | None]) -> list[int]:
-        """The places of what ``some`` needs in what the code keeps. The rest may have been written since."""
-        found = self.entry.without(grads)
-        return found[1] if found is not None and self.plain else []
+    def needed(self, grads: Sequence[Tensor | None], derived: bool) -> list[int]:
+        found = None if derived else self.entry.without(grads)
+        return found[1] if found is not None and self.plain else self.own()
+
+    def own(self) -> list[int]:
+        """The places of what the code has computed in what it keeps."""
+        program = self.entry.program if self.plain else self.entry.fused or self.entry.program
+        assert program is not None
+        return [i for i, name in enumerate(program.kept) if name not in program.inputs]
 
     def some(
         self, given: Given, kept: list[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
@@ -258,11 +271,12 @@ class Again(NamedTuple):
         entry = self.entry
         found = entry.without(grads)
         if found is None:
-            return self.differentiate(given, grads, needs)
+            return self.differentiate(given, kept, grads, needs)
         code, places = found
         if not self.plain:
             entry.apart = True
-            every = self.kept_by_plain(given)
+            self.check(given, kept)
+            every = self.kept_by(entry.plain, self.inputs(given))
             kept = [every[i] for i in places]
         laid_out = zip(grads, entry.facts.strides, strict=True)
         dys = [layouts.with_strides(dy, strides) for dy, strides in laid_out if dy is not None]
@@ -270,13 +284,25 @@ class Again(NamedTuple):
             gradients = code.backward(dys, kept)
         return [dx if needed else None for dx, needed in zip(gradients, needs, strict=True)]
 
-    def kept_by_plain(self, given: Given) -> list[Tensor]:
-        """What the code without generated kernels keeps of the call."""
-        entry = self.entry
-        inputs = self.inputs(given)
-        with drawing(self.random, inputs), excluding(KEYS):
-            _, kept = entry.plain.forward(*entry.order((*inputs, *entry.constants)))  # type: ignore[union-attr]
-        return list(kept)
+    def kept_by(self, code: Executor | None, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What this code keeps of the call."""
+        assert code is not None
+        with torch.no_grad(), drawing(self.random, inputs), below_modes():
+            return code.forward(*self.entry.order((*inputs, *self.entry.constants)))[1]
+
+    def check(self, given: Given, kept: Sequence[Tensor], read: Container[int] = ALL) -> None:
+        """Compare what the code computes now with what it kept.
+
+        Raises:
+            RuntimeError: that differs. No version tells of a write through ``.data``.
+        """
+        now = self.kept_by(self.entry.plain if self.plain else self.entry.code, self.inputs(given, read))
+        if not all(alike(now[i], t) for i, t in zip(self.own(), kept, strict=True)):
+            raise RuntimeError(
+                "to differentiate the backward of a patched forward, what it computed is computed again from its inputs"
+                ", which gave something else: one of these, or what was kept, was written through `.data` since. Write "
+                "after the backward, or call it with fastlayers.unpatch_model(model)"
+            )
 
     def inputs(self, given: Given, read: Container[int] = ALL) -> list[Tensor]:
         """What the call was given, in the order of the call. Of a buffer that it changes a copy: of the value before
@@ -298,7 +324,9 @@ class Again(NamedTuple):
             inputs[i] = old.get(i, inputs[i]).detach().clone()
         return inputs[: total - len(entry.constants)]  # type: ignore[no-any-return]
 
-    def differentiate(self, given: Given, grads: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+    def differentiate(
+        self, given: Given, kept: list[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> list[Tensor | None]:
         """The gradients of a region's inputs, with a graph of their own where grad mode is on.
 
         Raises:
@@ -312,8 +340,9 @@ class Again(NamedTuple):
                 f"this backward of a patched forward cannot be differentiated, nor computed without a gradient of each "
                 f"result: {derivative}. Call it with fastlayers.unpatch_model(model)"
             )
+        self.check(given, kept, derivative.read)
         inputs = self.inputs(given, derivative.read)
-        with default_dtype(entry.dtype), drawing(self.random, inputs), torch.no_grad(), excluding(KEYS):
+        with default_dtype(entry.dtype), drawing(self.random, inputs), torch.no_grad(), below_modes():
             values = derivative.values(inputs)
         wanted = entry.order(range(len(inputs) + len(entry.constants)))[: entry.facts.wanted]
         # Of aliases: an argument may itself depend on another one.
@@ -329,3 +358,10 @@ def alias(t: Tensor) -> Tensor:
         return t.view_as(t)
     finally:
         t.requires_grad_(False)
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two runs of the same code gave this, but for sums in another order."""
+    if not b.is_floating_point() or b.numel() == 0:
+        return torch.equal(a, b)
+    return torch.allclose(a, b, rtol=0, atol=NOISE * torch.finfo(b.dtype).eps * largest_of(b), equal_nan=True)
