@@ -25,6 +25,8 @@ __all__ = ["TransformersAdapter"]
 CHECKPOINTING = ("transformers.modeling_layers", "GradientCheckpointingLayer")
 #: Where the caches of keys and values are.
 CACHES = "transformers.cache_utils"
+#: How attributes begin that count tokens: as a number in windows, which is another one in each call.
+COUNTS = "cumulative_length"
 #: Where the decorator is that takes arguments by their former names.
 DEPRECATION = "transformers.utils.deprecation"
 #: A forward passes this function to the registry of attentions, which calls it if the configuration is "eager".
@@ -73,7 +75,7 @@ class TransformersAdapter(Adapter):
         if number >= len(layers) or (dynamic := getattr(sys.modules[CACHES], "DynamicLayer", None)) is None:
             return None
         layer = layers[number]
-        counts = type(getattr(layer, "cumulative_length", None)) is int
+        counts = any(name.startswith(COUNTS) and type(value) is int for name, value in vars(layer).items())
         return Slot(cache, layer, grows=layer.is_initialized and (counts or isinstance(layer, dynamic)))
 
     def called_functions(self, module: nn.Module) -> frozenset[str]:
