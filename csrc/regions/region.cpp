@@ -48,10 +48,14 @@ struct Argument {
   IValue constant;
   Numbers registers;       // one, or those of a list, in which -1 is None
   c10::TypePtr element;    // of a list
+  bool tensor = false;     // whether the operation takes a tensor, where it may be given a number
   std::vector<char> last;  // whether nothing uses the register afterwards, so that it can be moved
 };
 
 struct Launch;
+
+// Operations on numbers that follow from sizes, one that lays a tensor out, and one that tests how it is.
+enum Computes : int64_t { SIZE, ADD, MUL, FLOORDIV, MOD, MAX, MIN, TRUEDIV, FLOAT, LAYOUT, CHECK, NOTHING };
 
 struct Step {
   c10::OperatorHandle op;
@@ -61,6 +65,7 @@ struct Step {
   bool effect;      // whether it matters even if no result is used
   bool python;      // whether it is a call of Python, which no dispatch mode should see
   c10::intrusive_ptr<Launch> launch = {};  // what this call of Python does, if it launches one kernel
+  Computes computes = NOTHING;             // what is done instead of a call
 };
 
 using Program = std::vector<Step>;
@@ -215,6 +220,56 @@ bool launch(const Step& step, Registers& registers) {
   return true;
 }
 
+int64_t floor_division(int64_t a, int64_t b) {
+  return a / b - (a % b != 0 && (a < 0) != (b < 0));
+}
+
+// A number, as Python computes it.
+IValue computed(Computes what, const IValue& a, const IValue& b) {
+  if (what == FLOAT) return a.isInt() ? static_cast<double>(a.toInt()) : a.toDouble();
+  if (a.isInt() && b.isInt() && what != TRUEDIV) {
+    const int64_t x = a.toInt(), y = b.toInt();
+    TORCH_CHECK(y != 0 || (what != FLOORDIV && what != MOD), "division by zero");
+    switch (what) {
+      case ADD: return x + y;
+      case MUL: return x * y;
+      case FLOORDIV: return floor_division(x, y);
+      case MOD: return x - y * floor_division(x, y);
+      case MAX: return std::max(x, y);
+      default: return std::min(x, y);
+    }
+  }
+  const double x = a.isInt() ? static_cast<double>(a.toInt()) : a.toDouble();
+  const double y = b.isInt() ? static_cast<double>(b.toInt()) : b.toDouble();
+  switch (what) {
+    case ADD: return x + y;
+    case MUL: return x * y;
+    case FLOORDIV: return std::floor(x / y);
+    case MOD: return x - y * std::floor(x / y);
+    case MAX: return std::max(x, y);
+    case MIN: return std::min(x, y);
+    default: return x / y;
+  }
+}
+
+IValue computed(const Step& step, Registers& registers) {
+  const auto operand = [&](size_t i) -> IValue {
+    const auto& argument = step.arguments[i];
+    return argument.kind == CONSTANT ? argument.constant : take(registers, argument.registers[0], argument.last[0]);
+  };
+  IValue first = operand(0);
+  if (step.computes == SIZE) return first.toTensor().size(operand(1).toInt());
+  if (step.computes < LAYOUT) return computed(step.computes, first, step.arguments.size() > 1 ? operand(1) : IValue());
+  c10::SmallVector<int64_t, 6> strides;
+  for (size_t i = 1; i < step.arguments.size(); ++i) strides.push_back(operand(i).toInt());
+  const auto& t = first.toTensor();
+  if (t.strides() == strides) return first;
+  TORCH_CHECK(
+      step.computes == LAYOUT, "a result of a program for many sizes has another layout: ", t.strides(), " instead of ",
+      at::IntArrayRef(strides), " for ", t.sizes());
+  return at::empty_strided(t.sizes(), strides, t.options()).copy_(t);
+}
+
 void run(const Program& program, Registers& registers) {
   // What autograd and autocast do was recorded.
   static const auto above = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
@@ -222,12 +277,19 @@ void run(const Program& program, Registers& registers) {
   Stack stack;
   stack.reserve(16);
   for (const auto& step : program) {
+    if (step.computes != NOTHING) {
+      auto found = computed(step, registers);
+      if (step.results[0] >= 0) registers[step.results[0]] = std::move(found);
+      continue;
+    }
     if (step.launch && step.launch->ready && launch(step, registers)) continue;
     for (const auto& argument : step.arguments) {
       if (argument.kind == CONSTANT) {
         stack.push_back(argument.constant);
       } else if (argument.kind == REGISTER) {
-        stack.push_back(take(registers, argument.registers[0], argument.last[0]));
+        auto value = take(registers, argument.registers[0], argument.last[0]);
+        if (argument.tensor && value.isScalar()) value = at::native::wrapped_scalar_tensor(value.toScalar());
+        stack.push_back(std::move(value));
       } else {
         c10::impl::GenericList list(argument.element);
         list.reserve(argument.registers.size());
@@ -260,7 +322,8 @@ struct Region : torch::CustomClassHolder {
   Numbers written;                        // the inputs whose versions the forward raises
   Numbers read;                           // those whose values a derivative of the backward reads
   Numbers active;                         // the results that have gradients
-  std::vector<Numbers> strides;           // of these gradients, as they were recorded
+  std::vector<std::optional<Numbers>> strides;  // of these gradients, as they were recorded; none where the backward sees to it
+  std::vector<std::pair<int64_t, IValue>> constants;  // registers of numbers
   int64_t identity = 0;                   // differs from that of every other region of this process
   std::mutex mutex;
   struct Pruned {
@@ -304,6 +367,7 @@ struct Region : torch::CustomClassHolder {
     for (size_t i = 0; i < schema.size(); ++i) {
       const auto& pair = given[i].toTupleRef().elements();
       Argument argument{static_cast<Kind>(pair[0].toInt()), {}, {}, nullptr, {}};
+      argument.tensor = schema[i].type()->kind() == c10::TypeKind::TensorType;
       if (argument.kind == DEFAULT) {
         argument.kind = CONSTANT;
         argument.constant = *schema[i].default_value();
@@ -311,7 +375,11 @@ struct Region : torch::CustomClassHolder {
         argument.constant = coerced(pair[1], schema[i].type());
       } else {
         argument.registers = pair[1].toIntVector();
-        if (argument.kind == LIST) argument.element = schema[i].type()->expectRef<c10::ListType>().getElementType();
+        if (argument.kind == LIST) {
+          auto type = schema[i].type();
+          if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+          argument.element = type->expectRef<c10::ListType>().getElementType();
+        }
       }
       step.arguments.push_back(std::move(argument));
     }
@@ -329,9 +397,22 @@ struct Region : torch::CustomClassHolder {
     (of_backward ? backward : forward).push_back(std::move(step));
   }
 
+  // The next operation is one on numbers. The constants among its operands stand where a register is -1.
+  void add_number(bool of_backward, int64_t what, Numbers taken, IValue constants, int64_t made) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::run_kernel", "");
+    Step step{op, {}, {made}, /*unpack=*/false, /*effect=*/what == CHECK, /*python=*/false};
+    step.computes = static_cast<Computes>(what);
+    auto constant = constants.toTupleRef().elements().begin();
+    for (auto r : taken) {
+      step.arguments.push_back(
+          r < 0 ? Argument{CONSTANT, *constant++, {}, nullptr, {}} : Argument{REGISTER, {}, {r}, nullptr, {}});
+    }
+    (of_backward ? backward : forward).push_back(std::move(step));
+  }
+
   void finish(
       Numbers results_, Numbers kept_, Numbers grads_, Numbers wanted_, int64_t size_, int64_t count_, Numbers written_,
-      Numbers active_, std::vector<Numbers> strides_) {
+      Numbers active_, std::vector<std::optional<Numbers>> strides_) {
     results = results_, kept = kept_, grads = grads_, wanted = wanted_, size = size_, count = count_;
     written = written_, active = active_, strides = strides_;
     static std::atomic<int64_t> count_of_regions{0};
@@ -341,8 +422,14 @@ struct Region : torch::CustomClassHolder {
     forward = alive(forward, needed);
   }
 
-  Registers run_forward(c10::ArrayRef<IValue> inputs) const {
+  Registers empty_registers() const {
     Registers registers(size);
+    for (const auto& [r, number] : constants) registers[r] = number;
+    return registers;
+  }
+
+  Registers run_forward(c10::ArrayRef<IValue> inputs) const {
+    auto registers = empty_registers();
     std::copy(inputs.begin(), inputs.end(), registers.begin());
     run(forward, registers);
     return registers;
@@ -443,7 +530,7 @@ struct RegionBackward final : autograd::Node {
       return found;
     }
 
-    Registers registers(region->size);
+    auto registers = region->empty_registers();
     const auto& [program, places] = region->backward_for(asked);
     for (auto i : places) registers[region->kept[i]] = saved[i].unpack(getptr());
     // Saved tensors die at their last use, not when the node has run.
@@ -482,8 +569,8 @@ struct RegionBackward final : autograd::Node {
 
   Tensor as_recorded(Tensor grad, size_t i) const {
     const auto& strides = region->strides[i];
-    if (grad.strides() == strides) return grad;
-    return at::empty_strided(grad.sizes(), strides, grad.options()).copy_(grad);
+    if (!strides || grad.strides() == *strides) return grad;
+    return at::empty_strided(grad.sizes(), *strides, grad.options()).copy_(grad);
   }
 
   // The gradients that are asked for, with a graph if they are `derived`; otherwise some results have no gradient.
@@ -604,7 +691,7 @@ std::tuple<Tensors, Tensors> forward(const c10::intrusive_ptr<Region>& region, c
 }
 
 Gradients backward(const c10::intrusive_ptr<Region>& region, const Tensors& grads, const Tensors& kept) {
-  Registers registers(region->size);
+  auto registers = region->empty_registers();
   for (size_t i = 0; i < kept.size(); ++i) registers[region->kept[i]] = kept.get(i);
   for (size_t i = 0; i < grads.size(); ++i) registers[region->grads[i]] = grads.get(i);
   std::vector<bool> asked(region->wanted.size());
@@ -621,6 +708,8 @@ TORCH_LIBRARY_FRAGMENT(fastlayers_regions, m) {
   m.class_<Region>("Region")
       .def(torch::init<>())
       .def("operation", &Region::add_operation)
+      .def("number", &Region::add_number)
+      .def("constant", [](const c10::intrusive_ptr<Region>& self, int64_t r, IValue number) { self->constants.emplace_back(r, number); })
       .def("finish", &Region::finish)
       .def("set_read", [](const c10::intrusive_ptr<Region>& self, Numbers read) { self->read = std::move(read); })
       .def("forward", &forward)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
@@ -20,7 +22,7 @@ FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float6
 CPU_DTYPES = FLOATING - {torch.float64}
 
 #: Tensor types that a kernel may be handed. Other subclasses (DTensor, FakeTensor, nested) have ways of their own.
-PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN: tuple[type, ...] = (Tensor, torch.nn.Parameter)
 
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
@@ -34,6 +36,17 @@ R = TypeVar("R")
 def is_plain(t: object) -> TypeGuard[Tensor]:
     """Whether ``t`` is a tensor that a kernel may be handed."""
     return type(t) in PLAIN
+
+
+@contextmanager
+def fakes_as_plain() -> Iterator[None]:
+    """Within, fake tensors are taken for plain ones, so that ops choose what they choose for these."""
+    global PLAIN
+    before, PLAIN = PLAIN, (*PLAIN, FakeTensor)
+    try:
+        yield
+    finally:
+        PLAIN = before
 
 
 def is_dtensor(t: object) -> bool:

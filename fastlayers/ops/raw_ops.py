@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fastlayers import backends
-from fastlayers.ops import graph_ops
-from fastlayers.ops.guard import PLAIN, expected_tensor, is_dtensor, must_decompose
+from fastlayers.ops import graph_ops, guard
+from fastlayers.ops.guard import expected_tensor, is_dtensor, must_decompose
 from fastlayers.ops.pairs import Pair
 
 R = TypeVar("R")
@@ -100,7 +101,7 @@ class Family(Generic[K]):
         """
         if torch.compiler.is_compiling():
             return None
-        if type(x) not in PLAIN:
+        if type(x) not in guard.PLAIN:
             if not isinstance(x, Tensor | int | float | complex):
                 raise expected_tensor(x)
             if not is_dtensor(x):  # the rules for these come with the reference
@@ -116,7 +117,17 @@ class Family(Generic[K]):
         if found is not None and x.is_nested:  # type: ignore[attr-defined]
             backends.refuse("it takes no nested tensors")
             return None
+        if found is not None and type(x) is FakeTensor and _on_fakes is not None:
+            return self._named(found, _on_fakes)
         return found
+
+    def _named(self, kernels: K, call: Callable[..., Any]) -> K:
+        """Kernels of ``csrc`` that give their calls to another function, with what says how their results look."""
+        found: Any = SimpleNamespace(backend=kernels.backend, unasked=kernels.unasked)
+        for op, fake in self.ops.items():
+            if hasattr(kernels, op) and op not in self.triton_only and kernels.backend != "triton":
+                setattr(found, op, partial(call, getattr(torch.ops.fastlayers, op).default, fake))
+        return found  # type: ignore[no-any-return]
 
     def triton_kernels_for(self, x: object) -> K | None:
         """:meth:`kernels_for` for the raw ops that csrc does not have; None where there is no Triton either."""
@@ -182,18 +193,24 @@ class Family(Generic[K]):
 
 #: Who is to see the calls of kernels that are no operations of torch; None where nobody is.
 _observer: Callable[..., Any] | None = None
+_on_fakes: Callable[..., Any] | None = None
 
 
 @contextmanager
-def observed(observer: Callable[..., Any]) -> Iterator[None]:
-    """Let ``observer(kernel, *args)`` call the Triton kernels, which torch's dispatcher does not see."""
-    global _observer
-    _observer = observer
+def observed(observer: Callable[..., Any], on_fakes: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Let ``observer(kernel, *args)`` call the Triton kernels, which torch's dispatcher does not see.
+
+    ``on_fakes(op, fake, *args)`` is given those of ``csrc`` for fake tensors, which become plain ones: the dispatcher
+    would make numbers of symbolic sizes. ``fake(*args)`` is what says how the results look.
+    """
+    global _observer, _on_fakes
+    _observer, _on_fakes = observer, on_fakes
     _forget_choices()
     try:
-        yield
+        with nullcontext() if on_fakes is None else guard.fakes_as_plain():
+            yield
     finally:
-        _observer = None
+        _observer = _on_fakes = None
         _forget_choices()
 
 

@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_temporarily
 
 from fastlayers import backends
 from fastlayers.ops import guard, layouts, pairs, raw_ops, reference
@@ -123,7 +124,6 @@ def _meta(layout: Layout) -> Tensor:
     return torch.empty_strided(*layout[:2], dtype=layout[2], device="meta")
 
 
-@lru_cache(KEPT)
 def plan(
     q: Layout, k: Layout | None, cos: Layout, sin: Layout, interleaved: bool, rotary_dim: int, dtype: torch.dtype | None
 ) -> Plan:
@@ -132,8 +132,13 @@ def plan(
     reason = _unsupported(q, k, cos, sin, rotary_dim, result)
     if reason is not None:
         return Plan(reason)
+    return _measured(q, k, cos, sin, interleaved, rotary_dim, dtype, result)
+
+
+@lru_cache(KEPT)
+def known_plan(*call: Any) -> Plan:
     with _disable_current_modes():  # Whoever records operations would find some that only a first call has.
-        return _measured(q, k, cos, sin, interleaved, rotary_dim, dtype, result)
+        return plan(*call)
 
 
 def _measured(
@@ -256,7 +261,12 @@ def rotary(
         reason = _problem(q, k, cos, sin)
         if reason is None:
             of_k = None if k is None else _layout(k)
-            chosen = plan(_layout(q), of_k, _layout(cos), _layout(sin), interleaved, rotated, dtype)
+            layouts_of = _layout(q), of_k, _layout(cos), _layout(sin)
+            if type(q) is FakeTensor:  # whose sizes may be symbols, which no cache knows
+                with _pop_mode_temporarily():
+                    chosen = plan(*layouts_of, interleaved, rotated, dtype)
+            else:
+                chosen = known_plan(*layouts_of, interleaved, rotated, dtype)
             reason = chosen.reason
             if reason is None:
                 return Rotary.run(kernels, q, k, cos, sin, interleaved, rotated, chosen)

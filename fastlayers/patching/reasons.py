@@ -52,6 +52,7 @@ class Reason(str, Enum):
 
     # Calls that run op by op, although the forward may be a region
     SEEN_ONCE = "seen once so far: the second call with a signature is recorded"
+    SIZES = "its program is another one for other sizes"
     REGION_SIZE = "too few operations for a region, or too many"
     UNKNOWN_ARGUMENT = "an argument of a type that no signature has"
     MANY_SIGNATURES = "signatures keep changing: each further one is recorded after twice as many calls"

@@ -63,6 +63,7 @@ class Reads:
         called: expressions of the modules that were called, which must have no hooks.
         tensors: expressions of the tensors that were read, with these.
         namespace: the objects that the expressions name.
+        tests_numbers: whether Python asked for the type of a number, which may be a size.
     """
 
     def __init__(self) -> None:
@@ -71,6 +72,7 @@ class Reads:
         self.called: dict[str, None] = {}
         self.tensors: dict[str, Tensor] = {}
         self.namespace: dict[str, Any] = {}
+        self.tests_numbers = False
 
 
 @functools.cache

@@ -325,6 +325,8 @@ class Watch(FakeRun):
         args, kwargs = tuple(map(self.items, args)), {key: self.items(value) for key, value in kwargs.items()}
         if function in (isinstance, type) and len(args) == 2 - (function is type) and isinstance(args[0], Tensor):
             return self.type_of(function, *args)
+        if function in (isinstance, type) and len(args) == 2 - (function is type) and type(args[0]) is int:
+            self.reads.tests_numbers = True
         if function in (isinstance, callable):
             if isinstance(args[0], nn.Module):
                 self.kind(args[0], self.origin(args[0]) or "")

@@ -8,6 +8,7 @@ uses more of torch than the stable ABI: ``csrc/regions`` is built for one versio
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -20,6 +21,7 @@ from fastlayers.build import platform_problem, regions_library
 from fastlayers.ops import guard, layouts, pairs
 from fastlayers.ops.autocast import Given
 from fastlayers.patching.capture.recording import has_literal
+from fastlayers.patching.program.numbers import check_strides, size_of
 from fastlayers.patching.program.program import Operation, Program, Value, map_values, plain_name
 
 __all__ = [
@@ -97,7 +99,7 @@ class Facts(NamedTuple):
         active: the numbers of the results that need a gradient,
         aside: those of others that do, and usually get none, such as what a cache keeps: the program has none for them,
         constant: those of the rest,
-        strides: and those of the gradients of the active results.
+        strides: those of the gradients of the active results; None where the program sees to it.
     """
 
     wanted: int = 0
@@ -105,7 +107,7 @@ class Facts(NamedTuple):
     active: tuple[int, ...] = ()
     aside: tuple[int, ...] = ()
     constant: tuple[int, ...] = ()
-    strides: tuple[tuple[int, ...], ...] = ()
+    strides: tuple[tuple[int, ...] | None, ...] = ()
 
 
 def executor_class() -> type[Executor]:
@@ -227,7 +229,7 @@ class Node(torch.autograd.Function):
                 ctx.given = None
             return *(None,) * 4, *found
         dys = tuple(
-            dy if dy.stride() == strides else layouts.with_strides(dy, strides)
+            dy if strides is None or dy.stride() == strides else layouts.with_strides(dy, strides)
             for dy, strides in zip(active, facts.strides, strict=True)
         )
         kept = list(ctx.saved_tensors[: ctx.kept])
@@ -333,6 +335,13 @@ class NativeExecutor:
         def numbers(names: Iterable[str | None]) -> list[int]:
             return [registers.setdefault(name, len(registers)) if name else -1 for name in names]
 
+        def constant(value: int | float) -> int:
+            """The register of a number."""
+            name = f"{value!r}"
+            if name not in registers:
+                region.constant(*numbers([name]), value)
+            return registers[name]
+
         numbers(program.inputs)
         for of_backward, operations in enumerate((program.forward, program.backward)):
             for operation in operations:
@@ -341,8 +350,10 @@ class NativeExecutor:
                     unpack = not operation.single and len(function._schema.returns) == 1
                     region.operation(
                         bool(of_backward), function._schema.name, function._schema.overload_name,
-                        described(operation, numbers), numbers(operation.makes), unpack, operation.effect,
+                        described(operation, numbers, constant), numbers(operation.makes), unpack, operation.effect,
                     )  # fmt: skip
+                elif function in COMPUTES:
+                    region.number(bool(of_backward), COMPUTES[function], *operands(operation, numbers))
                 else:
                     launch = launch_of(function)
                     call: Any = partial(run_kernel, operation, uses)
@@ -353,7 +364,7 @@ class NativeExecutor:
         region.finish(
             numbers(program.results), numbers(program.kept), numbers(program.grads), numbers(program.wanted),
             len(registers), facts.wanted, list(facts.written), [*facts.active, *facts.aside],
-            [list(s) for s in facts.strides],
+            [None if strides is None else list(strides) for strides in facts.strides],
         )  # fmt: skip
 
     def set_read(self, places: list[int]) -> None:
@@ -377,7 +388,7 @@ Executor: TypeAlias = PythonExecutor | NativeExecutor
 
 
 def described(
-    operation: Operation, numbers: Callable[[Iterable[str | None]], list[int]]
+    operation: Operation, numbers: Callable[[Iterable[str | None]], list[int]], constant: Callable[[int | float], int]
 ) -> tuple[tuple[int, Any], ...]:
     """The arguments of an operation by its schema: a kind, and a constant or numbers of registers, for each."""
     found: list[tuple[int, Any]] = []
@@ -390,14 +401,32 @@ def described(
         if isinstance(value, Value):
             found.append((REGISTER, numbers([value.name])))
         elif isinstance(value, list | tuple) and any(isinstance(item, Value) for item in value):
-            found.append((LIST, numbers(None if item is None else item.name for item in value)))
+            found.append((LIST, [each(item, numbers, constant) for item in value]))
         else:
             value = tuple(value) if isinstance(value, list) else value  # An empty list would have no type.
             found.append((CONSTANT, NUMBERS.get(value, value) if type(value) in FORMATS else value))
     return tuple(found)
 
 
+def each(item: Any, numbers: Callable[..., list[int]], constant: Callable[[int | float], int]) -> int:
+    """The register of an item of a list; -1 for None."""
+    return constant(item) if isinstance(item, int | float) else numbers([None if item is None else item.name])[0]
+
+
+def operands(operation: Operation, numbers: Callable[..., list[int]]) -> tuple[list[int], tuple[Any, ...], int]:
+    """The operands of an operation on numbers, registers and for -1 the next constant, and the register it makes."""
+    flat = [item for arg in operation.args for item in (arg if isinstance(arg, tuple) else [arg])]
+    given = [numbers([item.name])[0] if isinstance(item, Value) else -1 for item in flat]
+    constants = tuple(item for item in flat if not isinstance(item, Value))
+    return given, constants, numbers(name or None for name in operation.makes)[0]
+
+
 FORMATS = (torch.memory_format, torch.layout)
+#: How csrc/regions tells operations on numbers apart, and what lays a gradient out or tests how a result is.
+COMPUTES = {
+    size_of: 0, operator.add: 1, operator.mul: 2, operator.floordiv: 3, operator.mod: 4, max: 5, min: 6,
+    operator.truediv: 7, float: 8, layouts.with_strides: 9, check_strides: 10,
+}  # fmt: skip
 
 
 def run_kernel(operation: Operation, names: Sequence[str], tensors: Sequence[Tensor]) -> list[Tensor | None]:

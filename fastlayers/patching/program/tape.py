@@ -23,16 +23,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastlayers.ops.modes import Mode
+from fastlayers.patching.program.numbers import map_numbers
 from fastlayers.patching.program.program import STATISTICS, Operation, Program, Value, alive, is_kernel, storage
 from fastlayers.patching.reasons import Reason, Refusal
 
 __all__ = ["EMPTY", "Tape", "communicates", "written_arguments"]
 
 #: What tells a value from others while all are alive: memory, dtype and geometry.
-Key: TypeAlias = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
+Key: TypeAlias = tuple[int, torch.dtype, int, tuple[int, ...], tuple[int, ...]]
 
 #: The arguments of a call, positional ones and others.
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -155,7 +157,10 @@ class Tape(Mode):
     # -- recording -----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return self.record(func, func, args, kwargs or {})
+
+    def record(self, func: Any, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of an operation, which ``compute`` gives."""
         if any(tag in func.tags for tag in DEPENDENT) and not indexes_by_number(func, args):
             raise Refusal(Reason.DATA_DEPENDENT, f"{func} needs the value of a tensor")
         schema = func._schema
@@ -179,7 +184,7 @@ class Tape(Mode):
         self._unwritten -= {storage(t) for t in written if isinstance(t, Tensor)}
         call = self.arguments(args, kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        out = func(*args, **kwargs)
+        out = compute(*args, **kwargs)
         if name.endswith(EMPTY) and out.numel() > 0:
             self._unwritten.add(storage(out))
         if func is aten._to_copy.default and set(kwargs) == {"dtype"} and out.dtype is not args[0].dtype:
@@ -250,7 +255,7 @@ class Tape(Mode):
             return Value(self.name(value))
         if isinstance(value, tuple | list):
             return (list if type(value) is list else tuple)(map(self._argument, value))
-        if isinstance(value, torch.Generator | torch.UntypedStorage | torch.SymInt | torch.SymFloat):
+        if isinstance(value, torch.Generator | torch.UntypedStorage):
             raise Refusal(Reason.UNKNOWN_CALL, f"an argument of type {type(value).__name__}")
         return value
 
@@ -379,4 +384,7 @@ def in_memory_of(made: Any, t: Tensor) -> bool:
 def key(t: Tensor) -> Key:
     if t.layout is not torch.strided or t.is_conj() or t.is_neg():
         raise Refusal(Reason.UNKNOWN_CALL, f"a {t.layout} tensor of {t.dtype}")
-    return storage(t), int(t.storage_offset()), t.dtype, t.shape, t.stride()
+    geometry: Any = t.storage_offset(), t.shape, t.stride()
+    if type(t) is FakeTensor:  # What a symbol stands for: a symbol may turn out to be another one.
+        geometry = map_numbers((geometry[0], tuple(t.shape), t.stride()), lambda symbol: symbol.node.hint)
+    return storage(t), t.dtype, *geometry

@@ -36,12 +36,14 @@ __all__ = [
     "Again",
     "Autocast",
     "Entry",
+    "Sized",
     "alias",
     "autocast_as",
     "autocast_state",
     "described",
     "drawing",
     "no_regions",
+    "note_derivative",
     "op_by_op",
     "random_state",
     "restore_random_state",
@@ -82,7 +84,7 @@ def autocast_state() -> Autocast:
     return {device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in NO_AUTOCAST}
 
 
-def described(module: nn.Module, given: Sequence[Tensor]) -> str:
+def described(module: nn.Module, given: Sequence[Tensor | Sized]) -> str:
     """A signature in words: shapes, dtypes, modes."""
     shapes = ", ".join(f"{'x'.join(map(str, t.shape)) or 'scalar'} {short(t.dtype)}" for t in given)
     modes = ["training" if module.training else "eval"]
@@ -146,6 +148,25 @@ ALL = range(2**31)
 # -- one signature -----------------------------------------------------------------------------------------------------
 
 
+class Sized(NamedTuple):
+    """How a tensor looks."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    kind: tuple[torch.dtype, torch.device, bool]
+
+    @classmethod
+    def of(cls, t: Tensor) -> Sized:
+        return cls(tuple(t.shape), t.stride(), (t.dtype, t.device, t.requires_grad))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.kind[0]
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
+
+
 @dataclass
 class Entry:
     """What a call with one signature does.
@@ -173,6 +194,9 @@ class Entry:
         geometry: of the values in the backward of the program, if several results get gradients.
         parts: the result, taken apart, of the inputs and the results of the code; None if it is the only one of these.
         stores: where the arguments hold what a cache has for a layer, and the attributes that a call assigns there.
+        geometries: of the tensors that the call is given and reads.
+        fits: whether the sizes of such tensors are among those that the code is for; None if it is for one.
+        late: gives the derivative for what a call was given, if the code is for many sizes.
         strides: of the results, where generated kernels may choose them.
         constants: further inputs, the same in every call.
         changed: the places of buffers that the code changes,
@@ -211,6 +235,9 @@ class Entry:
     changed: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
     draws: bool = False
+    geometries: tuple[Sized, ...] = ()
+    fits: Callable[..., bool] | None = None
+    late: Callable[[tuple[Tensor, ...]], Derivative | Refusal] | None = None
     derivative: Derivative | Refusal | None = None
     differentiated: bool = False
     apart: bool = False
@@ -238,6 +265,8 @@ class Entry:
     def without(self, grads: Sequence[Tensor | None]) -> tuple[Executor, list[int]] | None:
         """What runs the backward of the plain code without those gradients of active results that are None, and the
         places of what it needs in what the plain code keeps; None if nothing does."""
+        if self.fits is not None:  # What is left out has the geometry of one size.
+            return None
         missing = frozenset(i for i, _ in enumerate(self.facts.active) if grads[i] is None)
         if missing not in self._partial:
             whole = self.program
@@ -294,7 +323,7 @@ class Again(NamedTuple):
             every = self.kept_by(entry.plain, self.inputs(given))
             kept = [every[i] for i in places]
         laid_out = zip(grads, entry.facts.strides, strict=False)
-        dys = [layouts.with_strides(dy, strides) for dy, strides in laid_out if dy is not None]
+        dys = [layouts.with_strides(dy, strides) for dy, strides in laid_out if dy is not None and strides is not None]
         with excluding(KEYS):
             gradients = code.backward(dys, kept)
         return [dx if needed else None for dx, needed in zip(gradients, needs, strict=True)]
@@ -350,13 +379,16 @@ class Again(NamedTuple):
         entry = self.entry
         entry.differentiated |= torch.is_grad_enabled()
         derivative = entry.derivative
+        if isinstance(derivative, Derivative):
+            self.check(given, kept, derivative.read)
+            inputs = self.inputs(given, derivative.read)
+            if entry.late is not None:
+                derivative = entry.late(tuple(inputs))
         if not isinstance(derivative, Derivative):
             raise RuntimeError(
                 f"this backward of a patched forward cannot be differentiated, nor computed without a gradient of each "
                 f"result: {derivative}. Call it with fastlayers.unpatch_model(model)"
             )
-        self.check(given, kept, derivative.read)
-        inputs = self.inputs(given, derivative.read)
         with default_dtype(entry.dtype), drawing(self.random, inputs), torch.no_grad(), below_modes():
             values = derivative.values(inputs)
         wanted = entry.order(range(len(inputs) + len(entry.constants)))[: entry.facts.wanted]
@@ -380,3 +412,8 @@ def alike(a: Tensor, b: Tensor) -> bool:
     if not b.is_floating_point() or b.numel() == 0:
         return torch.equal(a, b)
     return torch.allclose(a, b, rtol=0, atol=NOISE * torch.finfo(b.dtype).eps * largest_of(b), equal_nan=True)
+
+
+def note_derivative(entry: Entry, grads: Sequence[Tensor | None]) -> None:
+    """A hook on the backward of a recorded call, which sees whether it is differentiated."""
+    entry.differentiated |= torch.is_grad_enabled()

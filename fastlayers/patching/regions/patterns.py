@@ -11,7 +11,7 @@ from torch import Tensor
 from fastlayers.ops import guard
 from fastlayers.patching.capture.caches import Slot
 
-__all__ = ["LEAVES", "NESTED", "NONE", "Flat", "flatten", "unflatten", "without_repeats"]
+__all__ = ["LEAVES", "NESTED", "NONE", "Flat", "flatten", "held_by_caches", "unflatten", "without_repeats"]
 
 #: What stands for a tensor in the pattern of a call.
 TENSOR = Tensor
@@ -104,3 +104,11 @@ def unflatten(pattern: Any, flat: Flat) -> Any:
         flat.held += flat.tensors[first : flat.taken]
         return Slot.stand_in(parts[0], parts[1], state)
     return parts[0]
+
+
+def held_by_caches(patterns: Sequence[Any], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those of the tensors of a call that caches hold."""
+    flat = Flat(tensors)
+    for pattern in patterns:
+        unflatten(pattern, flat)
+    return flat.held

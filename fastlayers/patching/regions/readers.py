@@ -43,11 +43,7 @@ class Reader:
         lines = ["def read(self):"]
         lines += [f"    {names[origin]} = {short[origin]}" for origin in names]
         tests = ["not calls_are_torchs()", *(f"global_hooks[{i}]" for i in range(len(GLOBAL_HOOKS)))]
-        hiding: dict[str, list[str]] = {}  # what must be in no such module is asked for at once: each look takes 30 ns
-        for match in map(HIDES.fullmatch, reads.tests):
-            if match is not None and match[2] in reads.called:
-                hiding.setdefault(match[2], []).append(match[1])
-        others = [test for test in reads.tests if (m := HIDES.fullmatch(test)) is None or m[2] not in hiding]
+        hiding, others = hiding_and_others(reads)
         for origin in reads.called:
             tests += [f"{shortened(origin, names)}.{hook}" for hook in HOOKS]
             tests += own_calls(shortened(origin, names), hiding.get(origin, ()))
@@ -66,7 +62,11 @@ class Reader:
         tensors = "".join(f"\n        {shortened(e, names)}," for e in (*used, *(["*folded"] if pairs else [])))
         lines.append(f"    return ({values}\n    ), ({tensors}\n    )")
         self.source = "\n".join(lines) + "\n"
-        self.key = (self.source, *((name, id(value)) for name, value in sorted(reads.namespace.items())))
+        self.key = (
+            self.source,
+            reads.tests_numbers,
+            *((name, id(value)) for name, value in sorted(reads.namespace.items())),
+        )
         scope = {
             **reads.namespace,
             "calls_are_torchs": calls_are_torchs,
@@ -84,6 +84,8 @@ class Reader:
         for owner, name in (found for every in self.places for found in every):
             if not isinstance(self._owner(owner, module), dict | list):
                 raise Refusal(Reason.READS_STATE, f"the tensor {name!r} of {owner}")
+        #: Whether Python asked for the type of a number: a symbol in place of a size would be none.
+        self.tests_numbers = reads.tests_numbers
         #: How many norms are folded.
         self.folds = len(pairs)
 
@@ -119,6 +121,16 @@ class Reader:
 HIDES = re.compile(r"'(\w+)' not in (self.*)\.__dict__")
 #: What :func:`types_of` and :func:`zeros_of` tell apart in less time.
 NUMBERS = (bool, int, float)
+
+
+def hiding_and_others(reads: Reads) -> tuple[dict[str, list[str]], list[str]]:
+    """For each module that is called the names that must not be in it, which are asked for at once, since each look
+    takes 30 ns; and the other tests."""
+    hiding: dict[str, list[str]] = {}
+    for match in map(HIDES.fullmatch, reads.tests):
+        if match is not None and match[2] in reads.called:
+            hiding.setdefault(match[2], []).append(match[1])
+    return hiding, [test for test in reads.tests if (m := HIDES.fullmatch(test)) is None or m[2] not in hiding]
 
 
 def own_calls(expression: str, hidden: Iterable[str]) -> list[str]:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)
 
 from fastlayers import backends
 from fastlayers.ops import raw_ops
@@ -28,7 +33,11 @@ from fastlayers.patching.regions.partial_backward import geometries
 from fastlayers.patching.regions.patterns import Flat, unflatten
 from fastlayers.patching.regions.results import OpaqueError, Place, Taken, take_apart, take_changes
 
-__all__ = ["Before", "Recording", "attentions", "what_torch_refuses"]
+__all__ = ["PAYING", "Before", "Recording", "Recordings", "attentions", "what_torch_refuses"]
+
+
+#: Calls that pay for a recording, so that it does not count any more.
+PAYING = 20
 
 
 @contextmanager
@@ -50,6 +59,23 @@ def attentions() -> tuple[bool, ...]:
         torch._C._get_flash_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_math_sdp_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
     )  # fmt: skip
+
+
+@dataclass
+class Recordings:
+    """The recordings that were made for a module, or for alike ones.
+
+    Attributes:
+        count: of all, those that were refused early among them.
+        entries: that came of them.
+    """
+
+    count: int = 0
+    entries: list[Entry] = field(default_factory=list)
+
+    def unpaid(self) -> int:
+        """How many of them have not gained so far what they took."""
+        return self.count - sum(entry.calls for entry in self.entries) // PAYING
 
 
 class Before:
@@ -87,6 +113,7 @@ class Recording:
         module, real: the module, and what the call is given and reads.
         state: of these what it may write.
         sources: whether to note the lines that operations come from.
+        gradient: gives one for a result.
 
     Attributes:
         results: of the forward,
@@ -105,9 +132,10 @@ class Recording:
         module: nn.Module,
         real: tuple[Tensor, ...],
         state: Sequence[Tensor],
-        sources: bool,
+        sources: bool = False,
+        gradient: Callable[[Tensor], Tensor] = some_gradient,
     ) -> None:
-        count, self._records = entry.count, torch.is_grad_enabled()
+        count, self._records, self._gradient = entry.count, torch.is_grad_enabled(), gradient
         with torch.enable_grad():
             aliases = [t.detach().requires_grad_(t.requires_grad) for t in real[:count]]
         self._inputs = (*aliases, *real[count:])
@@ -128,7 +156,15 @@ class Recording:
         args, kwargs = (unflatten(part, flat) for part in entry.pattern)
         arguments = args, kwargs or {}
         given = with_caches(*arguments)
-        with raw_ops.observed(kernel_call), tape:
+
+        def on_fakes(op: Any, fake: Callable[..., Any], *call: Any) -> Any:
+            if _get_current_dispatch_mode() is not tape:
+                return fake(*call)
+            with _pop_mode_temporarily():
+                return tape.record(op, fake, call, {})
+
+        symbolic = type(self._inputs[0]) is FakeTensor
+        with raw_ops.observed(kernel_call, on_fakes if symbolic else None), tape:
             with what_torch_refuses():
                 out = forward(module, *given[0], **given[1])
             self._take_results(out, arguments)
@@ -166,7 +202,7 @@ class Recording:
     def _run_backward(self) -> None:
         results = [self.results[i] for i in self.active]
         with _disable_current_modes():
-            self.grads = tuple(map(some_gradient, results))
+            self.grads = tuple(map(self._gradient, results))
         self._dys = [self.tape.protect(dy, f"g{i}") for i, dy in zip(self.active, self.grads, strict=True)]
         # A backward has the dtypes of its forward; it runs outside of the context.
         with autocast_as(NO_AUTOCAST), what_torch_refuses():
@@ -175,11 +211,20 @@ class Recording:
 
     def complete(self, entry: Entry, execute: Callable[[Program, Facts], Executor], place: str) -> Program:
         """Give the entry its facts, and the plain code. Returns the program, whose values keep memory."""
+        program = self.describe(entry)
+        program.place = place
+        entry.program, entry.costs = replace(program, values={}), [cost_of(program)]
+        entry.plain = execute(program, entry.facts)
+        entry.geometry = geometries(program, self.tape.values) if len(self.active) > 1 else {}
+        entry.strides = tuple(t.stride() for t in self.results) if self.generates else ()
+        return program
+
+    def describe(self, entry: Entry) -> Program:
+        """Give the entry the facts of its calls. Returns the program, whose values keep memory."""
         tape, active, places = self.tape, self.active, self._places
         names = [tape.name(t) for t in self.results]
         gradients = [None if t is None else tape.name(t) for t in self.gradients]
         program = tape.program(self.split, names, self._dys, gradients)
-        program.place = place
         attends = any("attention" in plain_name(operation.function) for operation in tape.operations)
         entry.attentions = attentions() if attends else None
         entry.constants = tuple(tape.constants)
@@ -195,10 +240,6 @@ class Recording:
             constant=tuple(i for i in range(len(self.results)) if i not in (*active, *self._aside)),
             strides=tuple(self.results[i].stride() for i in active),
         )
-        entry.program, entry.costs = replace(program, values={}), [cost_of(program)]
-        entry.plain = execute(program, entry.facts)
-        entry.geometry = geometries(program, tape.values) if len(active) > 1 else {}
-        entry.strides = tuple(t.stride() for t in self.results) if self.generates else ()
         entry.stores = self._stores
         entry.parts = None if self._parts == Place(len(self._inputs)) else self._parts
         return program

@@ -17,7 +17,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -45,13 +45,16 @@ from fastlayers.patching.program.executors import (
     executor_class,
     items,
 )
+from fastlayers.patching.program.numbers import OTHER_LAYOUT
 from fastlayers.patching.reasons import PatchWarning, Reason, Refusal
 from fastlayers.patching.regions.entries import (
     Again,
     Entry,
+    Sized,
     autocast_as,
     described,
     no_regions,
+    note_derivative,
     op_by_op,
     random_state,
 )
@@ -61,12 +64,14 @@ from fastlayers.patching.regions.patterns import (
     NONE,
     Flat,
     flatten,
+    held_by_caches,
     unflatten,
     without_repeats,
 )
 from fastlayers.patching.regions.readers import Reader
-from fastlayers.patching.regions.recording import Before, Recording, attentions, what_torch_refuses
+from fastlayers.patching.regions.recording import Before, Recording, Recordings, attentions, what_torch_refuses
 from fastlayers.patching.regions.results import Taken, put_together, take_apart, take_changes
+from fastlayers.patching.regions.sizes import ManySizes
 from fastlayers.patching.regions.stand_ins import stand_in
 from fastlayers.patching.rewrite.generate import forward_source, written_class
 from fastlayers.patching.runtime.checks import original_class, original_of, stock_forwards
@@ -89,8 +94,6 @@ CALLS = 2
 #: keeps changing rarely comes again. 240 steps of a Llama with 3 layers and batches of 104 lengths took 1.6x of stock's
 #: time on a CPU when each length was recorded at its second call, and 1.13x like this.
 FREE = 8
-#: Calls that pay for a recording, so that it does not count any more.
-PAYING = 20
 #: Recordings for alike modules inside of a checkpoint, where the first call is recorded.
 MAX_RECORDINGS = 32
 #: Calls that are remembered as seen.
@@ -157,23 +160,6 @@ def text_of(what: str, error: Exception) -> str:
     return text
 
 
-@dataclass
-class Recordings:
-    """The recordings that were made for a module, or for alike ones.
-
-    Attributes:
-        count: of all, those that were refused early among them.
-        entries: that came of them.
-    """
-
-    count: int = 0
-    entries: list[Entry] = field(default_factory=list)
-
-    def unpaid(self) -> int:
-        """How many of them have not gained so far what they took."""
-        return self.count - sum(entry.calls for entry in self.entries) // PAYING
-
-
 # -- the region -------------------------------------------------------------------------------------------------------
 
 
@@ -193,13 +179,15 @@ class Region:
         self.explained = False
         self.readers: list[Reader] = []
         self.entries: dict[Any, list[Entry]] = {}
+        self.many_sizes = ManySizes(self.present, self.derivative_of)
         #: Calls that no region can be made for, by their pattern.
         self.refused: dict[Any, Refusal] = {}
         #: Types of arguments that there is no pattern for.
         self.strange: set[type] = set()
         self.caches = Caches(slot_or_value)
-        #: How often each module was called with a signature without an entry.
+        #: How often each module was called with a signature without an entry, and with one but for the sizes.
         self.seen: Counter[Any] = Counter()
+        self.called: Counter[Any] = Counter()
         #: The recordings that each module asked for, and those of alike modules: with equal values and shapes.
         self.asked: WeakKeyDictionary[nn.Module, Recordings] = WeakKeyDictionary()
         self.alike: dict[Any, Recordings] = defaultdict(Recordings)
@@ -213,8 +201,10 @@ class Region:
     def forget(self) -> None:
         self.readers.clear()
         self.entries.clear()
+        self.many_sizes = ManySizes(self.present, self.derivative_of)
         self.refused.clear()
         self.seen.clear()
+        self.called.clear()
         self.asked.clear()
         self.alike.clear()
         self.off[:] = False, self.infers_only
@@ -248,43 +238,67 @@ class Region:
                 return self.present.forward(module, *args, **kwargs)
             values, tensors = found
             try:
-                entries = self.entries.get((reader, values, pattern, shape), ())
+                entry = self.entry_of((reader, values, pattern), shape, given, tensors)
             except (TypeError, ValueError, RuntimeError):  # what was read cannot be compared any more
                 return self.present.forward(module, *args, **kwargs)
+            if entry is not None:
+                if entry.refusal is not None:
+                    self.failed()
+                    return self.present.forward(module, *args, **kwargs)
+                # A checkpoint compares what a forward keeps with what it keeps when it runs again.
+                if (entry.differentiated or entry.apart) and _saved_tensors_hooks(True) is None:
+                    with no_regions(), stock_forwards() if entry.differentiated else nullcontext():
+                        return self.present.forward(module, *args, **kwargs)
+                try:
+                    return self.run(entry, arguments, (*given, *tensors))
+                except RuntimeError as error:
+                    # Of one that writes a buffer the values before are gone, and random numbers were drawn.
+                    if OTHER_LAYOUT not in str(error) or entry.changed or entry.draws:
+                        raise
+                    self.many_sizes.entries[reader, values, pattern].remove(entry)
+                return self.present.forward(module, *args, **kwargs)
+            read = reader, values, tensors
+        if not self.comes_again(module, pattern, shape, read):
+            return self.present.forward(module, *args, **kwargs)
+        return self.first(module, args, kwargs, given, pattern, arguments)
+
+    def entry_of(self, key: Any, shape: torch.Size, given: Sequence[Tensor], tensors: Sequence[Tensor]) -> Entry | None:
+        """The entry of a call by its reader, what that read, and the pattern: one for its sizes, or one for many."""
+        reader, values, _ = key
+        several = self.many_sizes.entries
+        for entries in (self.entries.get((*key, shape), ()), several.get(key, ()) if several else ()):
             for entry in entries:
                 if (
                     entry.tensors.check(*given, *tensors)
                     and (entry.exact is None or entry.exact == reader.exact(values))
                     and entry.state.check()
                     and entry.attentions in (None, attentions())
+                    and (entry.fits is None or entry.fits(*given))
                 ):
-                    if entry.refusal is not None:
-                        self.failed()
-                        return self.present.forward(module, *args, **kwargs)
-                    # A checkpoint compares what a forward keeps with what it keeps when it runs again.
-                    if (entry.differentiated or entry.apart) and _saved_tensors_hooks(True) is None:
-                        with no_regions(), stock_forwards() if entry.differentiated else nullcontext():
-                            return self.present.forward(module, *args, **kwargs)
-                    return self.run(entry, arguments, (*given, *tensors))
-            read = reader, values, tensors
-        if not self.comes_again(module, (pattern, shape), read and kind_of(*read)):
-            return self.present.forward(module, *args, **kwargs)
-        return self.first(module, args, kwargs, given, pattern, arguments)
+                    return entry
+        return None
 
     def made(self) -> list[Entry]:
         """What runs calls as regions."""
-        return [entry for entries in [*self.entries.values()] for entry in entries if entry.refusal is None]
+        every = [*self.entries.values(), *self.many_sizes.entries.values()]
+        return [entry for entries in every for entry in entries if entry.refusal is None]
 
-    def comes_again(self, module: nn.Module, key: Any, kind: Any) -> bool:
-        """Whether a call without an entry is to be recorded; it counts as seen. ``kind`` tells alike modules."""
+    def comes_again(self, module: nn.Module, pattern: Any, shape: torch.Size, read: Any) -> bool:
+        """Whether a call without an entry is to be recorded; it counts as seen. ``read`` is what its reader, if there
+        is one, has read."""
         if len(self.seen) >= MAX_SEEN:
             self.seen.clear()
-        seen = id(module), key
+            self.called.clear()
+        seen = id(module), (pattern, shape)
         self.seen[seen] += 1
+        self.called[id(module), pattern] += 1
+        kind = read and kind_of(*read)
         of_module = self.asked.setdefault(module, Recordings())
         # A checkpoint compares what a forward keeps with what the same forward keeps when it is computed again.
         if _saved_tensors_hooks(True) is not None:
             return of_module.count < MAX_RECORDINGS
+        if self.called[id(module), pattern] >= CALLS and (read is None or self.many_sizes.may_be(read, pattern)):
+            return True  # of other sizes than before: there may be one program for all
         unpaid = max(of_module.unpaid(), self.alike[kind].unpaid() if kind in self.alike else 0)
         return self.explained or self.seen[seen] >= CALLS << max(0, unpaid - FREE)
 
@@ -367,7 +381,10 @@ class Region:
             reads = read_by(module, original, args, kwargs, lookups, undecorated, self.caches.number)
             reader = Reader(reads, module)
         except Refusal as refusal:
-            self.refused[pattern] = refusal.kept()
+            if self.seen[id(module), (pattern, given[0].shape)] < CALLS and _saved_tensors_hooks(True) is None:
+                self.many_sizes.refused(pattern)  # The first call may change what later ones leave.
+            else:
+                self.refused[pattern] = refusal.kept()
             return None
         except Exception as error:
             self.refused[pattern] = Refusal(Reason.RECORDING_FAILED, self.note_error("reading", error))
@@ -388,6 +405,7 @@ class Region:
         guard = TensorGuards(*inputs, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         entry = Entry(guard, GlobalStateGuard(), reader, values, pattern, len(given))
         entry.exact, entry.what = reader.exact(values), described(module, given)
+        entry.geometries = tuple(map(Sized.of, inputs))
         alike = self.alike[kind_of(reader, values, tensors)]
         alike.count += 1
         for recordings in (self.asked[module], alike):
@@ -397,6 +415,8 @@ class Region:
         except Refusal as refusal:
             entry.refusal = refusal.kept()
         entries.append(entry)  # Complete: another thread may run it from now on.
+        known = [e for key, several in self.entries.items() if key[:3] == (reader, values, pattern) for e in several]
+        self.many_sizes.look_for(entry, known, module, inputs)
         return None if entry.refusal is not None else (entry, inputs)
 
     def record(self, entry: Entry, module: nn.Module, real: tuple[Tensor, ...]) -> None:
@@ -411,16 +431,12 @@ class Region:
             raise Refusal(Reason.READS_STATE, "a tensor of another type or layout, or on another device")
         if any(t._backward_hooks for t in tensors):  # The gradients of a recording are none.
             raise Refusal(Reason.READS_STATE, "a parameter with a hook")
-        flat = Flat(real)
-        for part in entry.pattern:
-            unflatten(part, flat)
         # Without grad mode: a cache that requires gradients from then on would need them of what it was before, too.
-        held = [] if torch.is_grad_enabled() else flat.held
+        held = [] if torch.is_grad_enabled() else held_by_caches(entry.pattern, real)
         state = [t for t in (*held, *tensors) if not t.requires_grad]
         before = Before(state, real)
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # A cast that was made before would be a tensor from outside.
-
         try:
             recording = Recording(entry, self.present.forward, module, real, state, self.explained)
             generated = self.made_of(recording, entry, module)
@@ -541,11 +557,6 @@ def place_of(cls: type[nn.Module]) -> str:
     if code is None or forward.__module__.startswith("torch.") or not code.co_filename.endswith(".py"):
         return ""
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-
-
-def note_derivative(entry: Entry, grads: Sequence[Tensor | None]) -> None:
-    """A hook on the backward of a recorded call, which sees whether it is differentiated."""
-    entry.differentiated |= torch.is_grad_enabled()
 
 
 def region_class(

@@ -46,9 +46,13 @@ def signature_of(entry: Entry) -> SignatureRow:
 
 def reasons_of(region: Region) -> Iterator[tuple[Reason, str]]:
     """Why calls of a region's modules ran op by op, with details."""
-    entries = [entry for several in [*region.entries.values()] for entry in several]
+    entries = [
+        entry for several in [*region.entries.values(), *region.many_sizes.entries.values()] for entry in several
+    ]
     refusals = *region.refused.values(), *(entry.refusal for entry in entries if entry.refusal is not None)
     yield from ((refusal.reason, refusal.detail) for refusal in refusals)
+    if region.many_sizes.reason is not None and not any(region.many_sizes.entries.values()):
+        yield region.many_sizes.reason.reason, region.many_sizes.reason.detail
     yield from ((Reason.UNKNOWN_ARGUMENT, kind.__name__) for kind in region.strange)
     yield from ((Reason.DIFFERENTIATED, entry.what) for entry in entries if entry.differentiated)
     yield from ((Reason.SOME_GRADIENTS, entry.what) for entry in entries if entry.apart)

@@ -13,6 +13,7 @@ from torch import nn
 import fastlayers
 from fastlayers.patching import plan
 from fastlayers.patching.reasons import PatchWarning
+from fastlayers.patching.regions import recording
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.regions.region import FREE, size_of
@@ -268,7 +269,7 @@ def test_shapes_that_keep_changing_are_recorded_ever_later(runs, monkeypatch):
             runs.clear()
             same(module, region, tokens(2, number, 16))
             assert runs == [True] * (call == calls)
-    monkeypatch.setattr(regions, "PAYING", 5)
+    monkeypatch.setattr(recording, "PAYING", 5)
     for _ in range(20):  # which pay for four of the six
         same(module, region, tokens(2, 3, 16))
     runs.clear()
@@ -343,14 +344,11 @@ def test_a_hook_from_the_start(runs, monkeypatch):
 
 def test_what_is_seen_once_is_not_recorded(runs, monkeypatch):
     monkeypatch.setattr(regions, "CALLS", 2)
-    known = {}
-    stock = [Block(), Block()]
-    layers = [in_regions(block, known) for block in stock]
-    for i in range(3):
-        for module, region in zip(stock, layers, strict=True):
-            same(module, region, tokens())
-            same(module, region, tokens(2, 2 + i, 16))
-    assert runs == [True, False, False, False]
+    module = Block()
+    region = in_regions(module)
+    same(module, region, tokens())
+    same(module, region, tokens(), torch.zeros(5, 5))
+    assert runs == []
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,236 @@
+"""Numbers of a program that follow from the sizes of what a call is given, as operations of the program.
+
+torch's symbolic integers are sympy's expressions. Here each becomes a value like others, made by operations on sizes of
+tensors and on numbers, so that executors, liveness and prints treat it as they treat tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from fastlayers.ops.layouts import with_strides
+from fastlayers.patching.program.program import Operation, Program, Value, with_names
+from fastlayers.patching.reasons import Reason, Refusal
+
+__all__ = [
+    "OTHER_LAYOUT",
+    "Numbers",
+    "at_sizes",
+    "check_strides",
+    "is_symbolic",
+    "map_numbers",
+    "number_at",
+    "size_of",
+    "with_sizes",
+]
+
+
+def size_of(t: Tensor, dim: int) -> int:
+    return t.shape[dim]
+
+
+def check_strides(t: Tensor, strides: tuple[int, ...]) -> None:
+    """See that torch has laid a result out as was expected for its sizes: views of it rely on that."""
+    if t.stride() != strides:
+        raise RuntimeError(f"{OTHER_LAYOUT}: {t.stride()} instead of {strides} for {tuple(t.shape)}")
+
+
+#: How the error begins where a result has other strides.
+OTHER_LAYOUT = "a result of a program for many sizes has another layout"
+#: What sympy and torch call operations on numbers.
+OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    "Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv,
+    "Mod": operator.mod, "PythonMod": operator.mod, "Max": max, "Min": min, "IntTrueDiv": operator.truediv,
+    "FloatTrueDiv": operator.truediv, "ToFloat": float,
+}  # fmt: skip
+
+
+#: Operations by another one that does the same: torch's decompositions in Python, which symbols need, spell it so.
+SPELLED: Mapping[Any, Any] = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
+
+
+def is_symbolic(value: Any) -> bool:
+    return isinstance(value, torch.SymInt | torch.SymFloat)
+
+
+def map_numbers(argument: Any, function: Callable[[Any], Any]) -> Any:
+    """An argument with something else in place of its symbolic numbers."""
+    if isinstance(argument, tuple | list):
+        return type(argument)(map_numbers(item, function) for item in argument)
+    return function(argument) if is_symbolic(argument) else argument
+
+
+def evaluated(expression: Any, sizes: Mapping[Any, int]) -> Any:
+    """The number that an expression of sympy is for some sizes.
+
+    Raises:
+        Refusal: it has an operation that is not known.
+    """
+    if expression in sizes:
+        return sizes[expression]
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Float:
+        return float(expression)
+    parts = [evaluated(part, sizes) for part in expression.args]
+    if type(expression).__name__ in ("Pow", "PowByNatural") and type(parts[1]) is int and parts[1] > 0:
+        return parts[0] ** parts[1]
+    function = OPERATIONS.get(type(expression).__name__)
+    if function is None or not parts:
+        raise Refusal(Reason.SIZES, f"a number is {expression}")
+    found = parts[0] if len(parts) > 1 else function(parts[0])
+    for part in parts[1:]:
+        found = function(found, part)
+    return found
+
+
+def number_at(symbol: Any, sizes: Mapping[Any, int]) -> Any:
+    """The number that a symbolic one is for some sizes."""
+    return evaluated(symbol.node.expr, sizes)
+
+
+def at_sizes(operations: Iterable[Operation], sizes: Mapping[Any, int]) -> list[tuple[Any, ...]]:
+    """What operations are for some sizes, to be compared: functions, arguments, results."""
+
+    def at(argument: Any) -> Any:
+        if isinstance(argument, tuple | list):
+            return tuple(map(at, argument))
+        return number_at(argument, sizes) if is_symbolic(argument) else argument
+
+    def arguments(operation: Operation) -> Any:
+        return at(operation.args), {key: at(argument) for key, argument in operation.kwargs.items()}
+
+    return [
+        (SPELLED.get(o.function, o.function), *arguments(o), o.makes, o.single, o.effect, o.view) for o in operations
+    ]
+
+
+class Numbers:
+    """The numbers of one direction of a program.
+
+    Args:
+        prefix: of their names.
+        sizes: for each symbol the value and the dimension that has this size.
+    """
+
+    def __init__(self, prefix: str, sizes: Mapping[Any, tuple[str, int]]) -> None:
+        self._prefix, self._sizes = prefix, sizes
+        self._known: dict[Any, Any] = {}
+        self.operations: list[Operation] = []
+
+    def __call__(self, expression: Any) -> Any:
+        """The number of an expression of sympy: itself, or the value that it becomes."""
+        if expression not in self._known:
+            self._known[expression] = self._found(expression)
+        return self._known[expression]
+
+    def _found(self, expression: Any) -> Any:
+        if expression in self._sizes:
+            name, dim = self._sizes[expression]
+            return self._made(size_of, Value(name), dim)
+        if expression.is_Integer:
+            return int(expression)
+        if expression.is_Float:
+            return float(expression)
+        parts = [self(part) for part in expression.args]
+        kind = type(expression).__name__
+        if kind in ("Pow", "PowByNatural") and type(parts[1]) is int and parts[1] > 0:
+            kind, parts = "Mul", [parts[0]] * parts[1]
+        function = OPERATIONS.get(kind)
+        if function is None or not parts:
+            raise Refusal(Reason.SIZES, f"a number is {expression}")
+        found = parts[0] if len(parts) > 1 else self._made(function, parts[0])
+        for part in parts[1:]:
+            found = self._made(function, found, part)
+        return found
+
+    def all(self, given: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(self(each.node.expr) if is_symbolic(each) else each for each in given)
+
+    def of_all(self, operation: Operation, program: Program, viewed: set[str]) -> list[Operation]:
+        """The operation, and tests of the strides of results that are viewed."""
+        found = [self.of(operation)]
+        for name in viewed.intersection(operation.makes) if not operation.view else ():
+            strides = self.all(program.values[name].stride())
+            found.append(Operation(check_strides, (Value(name), strides), {}, ("",), single=True, effect=True))
+        return found
+
+    def as_float(self, number: Any) -> Any:
+        return self._made(float, number)
+
+    def _made(self, function: Callable[..., Any], *args: Any) -> Value:
+        name = f"{self._prefix}{len(self.operations)}"
+        self.operations.append(Operation(function, args, {}, (name,), single=True, effect=False))
+        return Value(name)
+
+    def of(self, operation: Operation) -> Operation:
+        """The operation with values in place of symbolic numbers."""
+        floats = declared_floats(operation)
+
+        def argument(key: Any, given: Any) -> Any:
+            def number(symbol: Any) -> Any:
+                found = self(symbol.node.expr)
+                return self.as_float(found) if key in floats and isinstance(symbol, torch.SymInt) else found
+
+            return map_numbers(given, number)
+
+        args = tuple(argument(place, given) for place, given in enumerate(operation.args))
+        kwargs = {name: argument(name, given) for name, given in operation.kwargs.items()}
+        return replace(operation, args=args, kwargs=kwargs)
+
+
+def declared_floats(operation: Operation) -> set[Any]:
+    """The places and the names of the arguments that an operation of torch takes as floats."""
+    if not isinstance(operation.function, OpOverload):
+        return set()
+    declared = operation.function._schema.arguments
+    floats = [(i, each.name) for i, each in enumerate(declared) if "float" in str(each.type)]
+    return {key for pair in floats for key in pair}
+
+
+def with_sizes(program: Program, symbols: Iterable[Any], strides: Sequence[Any]) -> Program:
+    """The program with operations for its symbolic numbers.
+
+    Args:
+        program: its values have symbolic sizes.
+        symbols: the symbols of these.
+        strides: those that the gradients of its results are to have.
+
+    Raises:
+        Refusal: no input, or nothing that the backward is given, has the size that a number follows from.
+    """
+    symbols = list(symbols)
+    viewed = {o.args[0].name for o in program.operations if o.function is torch.ops.aten.as_strided.default}
+    forward = Numbers("n", sizes_in(program, program.inputs, symbols))
+    steps = [each for operation in program.forward for each in forward.of_all(operation, program, viewed)]
+    backward = Numbers("b", sizes_in(program, (*program.grads, *program.kept), symbols))
+    laid_out = [
+        Operation(with_strides, (Value(name), backward.all(each)), {}, (f"{name}_laid_out",), single=True, effect=False)
+        for name, each in zip(program.grads, strides, strict=True)
+    ]
+    names = {name: f"{name}_laid_out" for name in program.grads}
+    later = [each for operation in program.backward for each in backward.of_all(operation, program, viewed)]
+    return replace(
+        program,
+        forward=[*forward.operations, *steps],
+        backward=[*backward.operations, *laid_out, *(with_names(each, names) for each in later)],
+        wanted=tuple(names.get(name, name) if name is not None else None for name in program.wanted),
+        values={},
+    )
+
+
+def sizes_in(program: Program, names: Iterable[str], symbols: Iterable[Any]) -> dict[Any, tuple[str, int]]:
+    """For each symbol a value and a dimension that has this size."""
+    found: dict[Any, tuple[str, int]] = {}
+    for name in names:
+        for dim, size in enumerate(program.values[name].shape):
+            if is_symbolic(size):
+                found.setdefault(cast("torch.SymInt", size).node.expr, (name, dim))
+    return {symbol: found[symbol] for symbol in symbols if symbol in found}

@@ -1,0 +1,196 @@
+"""One program for all sizes: against stock, over shuffled sizes, for blocks of every kind."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastlayers
+from fastlayers.patching.regions import region as regions
+from tests.patching.regions.blocks import Block, Bottleneck, in_regions
+
+pytestmark = [pytest.mark.cpu_kernels, pytest.mark.usefixtures("any_size", "executor", "operations_of_torch")]
+
+
+class Code(nn.Module):
+    """A forward of one expression of x, two layers, a parameter, and the length n."""
+
+    def __init__(self, code):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+        self.table, self.conv = nn.Parameter(torch.randn(400, 8)), nn.Conv1d(8, 8, 3, padding=1, groups=2)
+        self.window, self.cls = 40, nn.Parameter(torch.randn(1, 1, 8))
+        self.register_buffer("mean", torch.zeros(8))
+        self.code = code
+
+    def forward(self, x):
+        return FORWARDS[self.code](self, x)
+
+
+def window(m, x):
+    h = m.down(F.gelu(m.up(m.norm(x))))
+    return h[:, -m.window :] if x.shape[1] > m.window else h * 2
+
+
+def number(m, x):
+    n = x.shape[1]
+    return m.down(torch.tanh(m.up(x))) / n + (x.sum(1, keepdim=True) * (1.0 / n) if isinstance(n, int) else x * n)
+
+
+def limit(m, x):
+    if x.shape[1] % 8 == 0:
+        x = x.reshape(x.shape[0], -1, 8, 8).flip(2).flatten(1, 2)
+    return m.down(F.silu(m.up(m.norm(x)))) + x
+
+
+def heads(m, x):
+    b, n, _ = x.shape
+    q, k, v = (m.norm(x).view(b, n, 2, 4).transpose(1, 2) * s for s in (1, 2, 3))
+    return m.down(m.up(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, n, 8)))
+
+
+def statistics(m, x):
+    if m.training:
+        m.mean.lerp_(x.detach().mean((0, 1)), 0.5)
+    return m.down(torch.tanh(m.up(x - m.mean)))
+
+
+FORWARDS = {
+    "window": window,
+    "number": number,
+    "limit": limit,
+    "heads": heads,
+    "statistics": statistics,
+    "table": lambda m, x: m.down(F.relu(m.up(x + m.table[: x.shape[1]]))),
+    "mean": lambda m, x: m.down(F.gelu(m.up(x - x.mean(1, keepdim=True)))) * x.var(1, keepdim=True),
+    "convolution": lambda m, x: m.down(F.gelu(m.up(m.conv(x.transpose(1, 2)).transpose(1, 2)))) + x,
+    "token": lambda m, x: m.down(F.gelu(m.up(torch.cat([m.cls.expand(len(x), -1, -1), x], 1))))[:, 1:],
+    "positions": lambda m, x: m.down(torch.sin(m.up(x + torch.arange(x.shape[1])[:, None] / x.shape[1]))),
+    "mask": lambda m, x: m.down(F.silu(m.up(x))).tril() + x.masked_fill(x > x.shape[1] / 50, 0.0),
+    "resized": lambda m, x: m.down(m.up(F.interpolate(x.transpose(1, 2), scale_factor=2).mT)).unflatten(1, (-1, 2)),
+}
+
+
+def results(module, x):
+    x = x.clone().requires_grad_()
+    try:
+        out = module(x)
+    except Exception as error:
+        return [type(error)]
+    return [out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()], allow_unused=True)]
+
+
+def assert_same(stock, patched, x):
+    found, expected = results(patched, x), results(stock, x)
+    assert [t is None for t in found] == [t is None for t in expected]
+    for a, b in zip(found, expected, strict=True):
+        if isinstance(b, torch.Tensor):
+            torch.testing.assert_close(a, b, equal_nan=True)
+            assert a.stride() == b.stride()
+        else:
+            assert a is b
+
+
+def recordings(patched):
+    region = type(patched).__fastlayers_region__
+    return sum(map(len, region.entries.values())), sum(map(len, region.many_sizes.entries.values()))
+
+
+SIZES = [*range(13), 15, 16, 17, 31, 32, 33, 39, 40, 41, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300]
+
+
+@pytest.mark.parametrize("code", FORWARDS)
+def test_sizes_in_any_order(code):
+    torch.manual_seed(0)
+    stock = Code(code).double()
+    patched = in_regions(copy.deepcopy(stock))
+    sizes = SIZES[:]
+    random.Random(code).shuffle(sizes)
+    for n in (24, 24, *sizes):
+        assert_same(stock, patched, torch.randn(2, n, 8, dtype=torch.double))
+        for module in (stock, patched):
+            module.mean.nan_to_num_(0)  # that of no element
+    torch.testing.assert_close(patched.mean, stock.mean)
+
+
+#: One asks for the type of a number, and torch lays the results of the other out in another way than it says.
+@pytest.mark.parametrize("code", sorted({*FORWARDS} - {"number", "resized"}))
+def test_a_program_serves_other_sizes(code):
+    """For what differs in no decision: two recordings, and calls of sizes that were never seen before."""
+    stock = Code(code).double()
+    patched = in_regions(copy.deepcopy(stock))
+    for n in (23, 23, 21, 19, 13, 22, 34):
+        assert_same(stock, patched, torch.randn(2, n, 8, dtype=torch.double))
+    assert recordings(patched) == (2, 1)
+
+
+@pytest.mark.parametrize(("make", "shapes"), [(Block, [(2, n, 16) for n in (9, 9, 11, 7, 30)]),
+                                              (Bottleneck, [(2, 8, n, n) for n in (9, 9, 11, 8, 14)])])  # fmt: skip
+def test_blocks(make, shapes):
+    stock = make()
+    patched = in_regions(copy.deepcopy(stock))
+    for shape in shapes:
+        assert_same(stock, patched, torch.randn(shape))
+    assert recordings(patched)[0] <= 3
+
+
+def test_a_batch_that_equals_a_length_is_none():
+    stock = Code("heads").double()
+    patched = in_regions(copy.deepcopy(stock))
+    for batch, n in ((6, 6), (6, 6), (7, 7), (6, 9), (5, 7), (9, 9)):
+        assert_same(stock, patched, torch.randn(batch, n, 8, dtype=torch.double))
+    assert recordings(patched) == (2, 1)
+
+
+def test_second_derivatives_of_another_size():
+    stock = Code("mean").double()
+    patched, found = in_regions(copy.deepcopy(stock)), []
+    for module in (stock, patched):
+        for n in (9, 9, 11, 13):
+            x = torch.randn(2, n, 8, dtype=torch.double, generator=torch.Generator().manual_seed(n)).requires_grad_()
+            (dx,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=n == 13)
+        found.append([dx, *torch.autograd.grad(dx.square().sum(), [x, module.up.weight])])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_gradient_in_another_layout_and_one_that_is_not_asked_for():
+    stock = Code("table").double()
+    patched = in_regions(copy.deepcopy(stock))
+    for n in (9, 9, 11, 13):
+        x, found = torch.randn(2, n, 8, dtype=torch.double, requires_grad=True), []
+        dy = torch.randn(8, n, 2, dtype=torch.double).transpose(0, 2)
+        for module in (stock, patched):
+            found.append(torch.autograd.grad(module(x), [x, module.table], dy, retain_graph=True))
+            found[-1] += torch.autograd.grad(module(x), [module.up.bias], dy)
+        torch.testing.assert_close(found[1], found[0])
+    assert recordings(patched) == (2, 1)
+
+
+def test_a_result_of_another_layout_than_expected(monkeypatch):
+    """Views of it would read elsewhere. The call runs op by op, as later ones of any size do."""
+    stock = Code("heads").double()
+    patched = in_regions(copy.deepcopy(stock))
+    for n in (9, 9, 11):
+        assert_same(stock, patched, torch.randn(2, n, 8, dtype=torch.double))
+    (entry,) = next(iter(type(patched).__fastlayers_region__.many_sizes.entries.values()))
+    monkeypatch.setattr(entry, "code", Other())
+    assert_same(stock, patched, torch.randn(2, 13, 8, dtype=torch.double))
+    assert recordings(patched) == (2, 0)
+
+
+class Other:
+    def record(self, again, inputs):
+        raise RuntimeError(f"{regions.OTHER_LAYOUT}: (1, 2)")
+
+
+def test_the_report_says_what_is_one_program():
+    patched = fastlayers.patch_model(nn.Sequential(Block(), Block()))
+    for n in (9, 9, 11, 13):
+        patched(torch.randn(2, n, 16)).sum().backward()
+    rows = fastlayers.patch_report(patched).rows
+    assert any("2x*x16 float32" in signature.what for row in rows if row.region for signature in row.region.signatures)
