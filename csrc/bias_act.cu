@@ -158,8 +158,7 @@ Tensor bias_act_forward_op(const Tensor& x_in, const MaybeTensor& bias_in, int64
   Tensor out = operand.empty();
   const int64_t n = out.numel();
   if (n == 0) return with_strides(out, operand.sizes, operand.torch_strides);
-  MaybeTensor bias;
-  if (bias_in) bias = bias_in->is_contiguous() ? *bias_in : torch::stable::contiguous(*bias_in);
+  const MaybeTensor bias = made_contiguous(bias_in);
   dispatch_floating(x_in.scalar_type(), op, [&](auto zero) {
     using T = decltype(zero);
     using A = compute_t<T>;
@@ -191,8 +190,7 @@ std::tuple<Tensor, Tensor, MaybeTensor> bias_act_gradients(const Tensor& dy_in, 
   const Act act = act_of(act_in, op, kActs);
   check_same_shape(x_in, dy_in, op, "dy");
   const bool sums = dbias || bias_in;
-  MaybeTensor bias;
-  if (bias_in) bias = torch::stable::contiguous(*bias_in);
+  const MaybeTensor bias = made_contiguous(bias_in);
   const Launch launch(x_in);
   FASTLAYERS_CHECK(!dbias || x_in.dim() > 0, op, "a tensor with no dimensions has no bias");
   const bool wide = dtype && *dtype != x_in.scalar_type();

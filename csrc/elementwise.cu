@@ -475,9 +475,7 @@ void scale_(Tensor x, const Tensor& factor) {
   const ScalarType wide = compute_dtype(x);
   FASTLAYERS_CHECK(factor.numel() == 1 && factor.scalar_type() == wide, "scale_", "expected a factor of one ", toString(wide));
   check_device(x, factor, "scale_", "factor");
-  const Dims sizes = dims_of(x.sizes()), strides = dims_of(x.strides());
-  FASTLAYERS_CHECK(n == 0 || same_layout(sizes, strides, dense_strides(sizes, memory_order(sizes, {&strides}))), "scale_",
-                   "expected a dense x");
+  FASTLAYERS_CHECK(n == 0 || is_dense(x), "scale_", "expected a dense x");
   if (n == 0) return;
   const Launch launch(x);
   dispatch_floating(x.scalar_type(), "scale_", [&](auto zero) {

@@ -1,5 +1,5 @@
 // group_norm of x over (N, C, *) for CPU tensors, with an optional activation, forward and backward; instance_norm is groups = C. What is
-// kept is what the CUDA kernels keep (group_norm.cu). Contiguous, a group is one run of memory, and goes through the statistics and the
+// kept is what the CUDA kernels keep (group_norm.cuh). Contiguous, a group is one run of memory, and goes through the statistics and the
 // result while it is in the cache. Channels last the same goes for an image: its statistics are gathered by column, and then by group.
 #include <cmath>
 
@@ -37,7 +37,7 @@ Norm<T> norm_of(const Images& x, const MaybeTensor& weight, const MaybeTensor& b
   a.x = pointer<const T>(x.x);
   a.mean = const_cast<compute_t<T>*>(pointer<const compute_t<T>>(stats)), a.rstd = a.mean + x.images * groups;
   a.weight = x.values<T>(weight, 1, op, "weight"), a.bias = x.values<T>(bias, 0, op, "bias");
-  a.samples = x.images, a.channels = x.channels, a.pixels = x.pixels;
+  a.samples = x.images, a.channels = x.channels, a.pixels = x.plane;
   a.groups = groups, a.depth = x.channels / groups;
   a.last = x.last;
   a.act = act_of(act, op);

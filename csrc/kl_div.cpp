@@ -2,7 +2,7 @@
 // (kl_div.cu). A pair of rows is read again while it is in the cache: the second time its sums of exponentials are known.
 #include "kl_div.h"
 
-#include "vector_softmax.h"
+#include "vector_logits.h"
 
 namespace fastlayers::kl_div {
 namespace {
@@ -191,7 +191,7 @@ void backward_stretch(T* dinput, T* dtarget, const G* dy, A one, const T* input,
 
 struct Rowed : Matrices {
   Rowed(const Tensor& student, const Tensor& teacher, const MaybeTensor& labels, const char* op)
-      : Matrices(student, teacher, labels, op, [](const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }) {}
+      : Matrices(student, teacher, labels, op, [](const Tensor& t) { return made_contiguous(t); }) {}
 
   template <typename T>
   Rows<T> of(const MaybeTensor& labels, int64_t ignore_index, double beta, double temperature) const {

@@ -560,7 +560,7 @@ RowLaunch row_launch(int64_t words, int64_t parts, int in_flight) {
 }
 
 // Blocks of a cluster for one row of the forward: enough to occupy the GPU if there are few rows and, for a mixture, to hold the row in
-// registers. More than 8 leave gaps unless there are 16 (see softmax.cuh).
+// registers. More than 8 leave gaps unless there are 16 (see logits.cuh).
 template <typename In, Divergence KIND>
 int64_t cluster_size(int64_t rows, int64_t words, const Launch& launch) {
   constexpr int kHeld = kThreads * kForwardWords<In>;

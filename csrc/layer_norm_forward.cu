@@ -528,7 +528,7 @@ void set_residual(ForwardTensors& t, const MaybeTensor& residual, const char* op
 
 std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x, const MaybeTensor& residual, const MaybeTensor& weight,
                                               const MaybeTensor& bias, int64_t dims, double eps, int64_t kind, ScalarType dtype, bool keep) {
-  const Shape s = shape_of(x, dims, op);
+  const Shape s(x, dims, op);
   check_kind(kind, bias.has_value(), op);
   const ScalarType x_dtype = x.scalar_type();
   const bool small_out = x_dtype == ScalarType::Float && is_low_precision(dtype);
@@ -543,9 +543,9 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x, c
 
   const Launch on(x);
   t.y = empty_result(x, dtype);
-  t.stats = keep ? empty_contiguous({kind == kLayer ? 2 : 1, s.rows}, compute_dtype(x), x) : empty_contiguous({0}, compute_dtype(x), x);
+  t.stats = empty_stats(keep, kind, s, x);
   set_residual(t, residual, op);
-  if (s.rows == 0 || s.n == 0) return {t.y, t.sum, t.stats};
+  if (s.empty()) return {t.y, t.sum, t.stats};
   t.x = dense(x);
   dispatch_floating(x_dtype, op, [&](auto tag) {
     using X = decltype(tag);
@@ -573,21 +573,10 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x, c
   return {t.y, t.sum, t.stats};
 }
 
-std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, int64_t dims, const MaybeTensor& weight, const MaybeTensor& bias, double eps,
-                                              int64_t kind, ScalarType dtype, bool keep) {
-  auto [y, sum, stats] = forward_op("layer_norm_forward", x, std::nullopt, weight, bias, dims, eps, kind, dtype, keep);
-  return {y, stats};
-}
-
-std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const Tensor& residual, int64_t dims, const MaybeTensor& weight,
-                                                          const MaybeTensor& bias, double eps, int64_t kind, ScalarType dtype, bool keep) {
-  return forward_op("add_layer_norm_forward", x, residual, weight, bias, dims, eps, kind, dtype, keep);
-}
-
 }  // namespace
 }  // namespace fastlayers
 
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
-  m.impl("layer_norm_forward", TORCH_BOX(&fastlayers::layer_norm_forward));
-  m.impl("add_layer_norm_forward", TORCH_BOX(&fastlayers::add_layer_norm_forward));
+  m.impl("layer_norm_forward", TORCH_BOX(&fastlayers::layer_norm_forward_op<fastlayers::forward_op>));
+  m.impl("add_layer_norm_forward", TORCH_BOX(&fastlayers::add_layer_norm_forward_op<fastlayers::forward_op>));
 }

@@ -7,23 +7,6 @@
 namespace fastlayers::residual {
 namespace {
 
-// Calls f(I{}, O{}) for one type, or for float32 on either side of a 16-bit one.
-template <typename F>
-void dispatch_conversion(ScalarType in, ScalarType out, const char* op, F&& f) {
-  dispatch_floating(in, op, [&](auto zero) {
-    using I = decltype(zero);
-    if (in == out) return f(I{}, I{});
-    if constexpr (sizeof(I) == 2) {
-      if (out == ScalarType::Float) return f(I{}, float{});
-    }
-    if constexpr (sizeof(I) == 4) {
-      if (out == ScalarType::Half) return f(I{}, c10::Half{});
-      if (out == ScalarType::BFloat16) return f(I{}, c10::BFloat16{});
-    }
-    FASTLAYERS_CHECK(false, op, "no kernel from ", toString(in), " to ", toString(out));
-  });
-}
-
 // ---- dropout ------------------------------------------------------------------------------------------------------------
 
 constexpr int kRounds = 10;
@@ -125,7 +108,7 @@ Tensor dropout_add(const Tensor& x, const MaybeTensor& residual, double p, const
   if (n == 0) return out;
   const auto threshold = static_cast<uint32_t>(std::min(p * 4294967296.0 + 0.5, 4294967295.0));
   const auto key = static_cast<uint64_t>(*pointer<const int64_t>(seed));
-  dispatch_conversion(x.scalar_type(), dtype, op, [&](auto in, auto result) {
+  dispatch_pair<true>(x.scalar_type(), dtype, op, [&](auto in, auto result) {
     using I = decltype(in);
     using O = decltype(result);
     const Dropout<I, O> of{pointer<const I>(operands.x), pointer<const O>(operands.residual), pointer<O>(out), key, threshold,
@@ -225,7 +208,7 @@ Tensor scale_add(const Tensor& x, const MaybeTensor& gamma, const MaybeTensor& r
   const int64_t n = out.numel();
   if (n == 0) return out;
   if (gamma) check_gamma(*gamma, x.element_size() <= out.element_size() ? x.scalar_type() : dtype, op);
-  dispatch_conversion(x.scalar_type(), dtype, op, [&](auto in, auto result) {
+  dispatch_pair<true>(x.scalar_type(), dtype, op, [&](auto in, auto result) {
     using I = decltype(in);
     using O = decltype(result);
     using A = compute_t<O>;
@@ -348,7 +331,7 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
   check_gamma(gamma, x.scalar_type(), op);
   Tensor dx = empty_strided(sizes, strides, x.scalar_type(), x);
   Tensor dgamma = empty_contiguous(dims_of(gamma.sizes()), gamma.scalar_type(), gamma);
-  dispatch_conversion(dy.scalar_type(), x.scalar_type(), op, [&](auto of_dy, auto of_x) {
+  dispatch_pair<true>(dy.scalar_type(), x.scalar_type(), op, [&](auto of_dy, auto of_x) {
     using G = decltype(of_dy);
     using T = decltype(of_x);
     if constexpr (sizeof(G) < sizeof(T)) {

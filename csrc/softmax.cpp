@@ -3,12 +3,10 @@
 //
 //   rows     the dimension is contiguous.
 //   columns  it is strided: vectors go across the rows, some hundred of them at a time. Without a mask.
-#include "vector_softmax.h"
+#include "vector_logits.h"
 
 namespace fastlayers::softmax {
 namespace {
-
-constexpr int64_t kTile = 512;  // columns at a time
 
 // ---- rows ---------------------------------------------------------------------------------------------------------------
 
@@ -140,30 +138,6 @@ void backward_columns(In* dx, const Out* dy, const Out* y, int64_t n, int64_t in
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
-struct Shape {
-  int64_t outer = 1, n = 1, inner = 1;
-
-  Shape(const Tensor& x, int64_t dim, const char* op) {
-    FASTLAYERS_CHECK(dim >= 0 && dim < x.dim(), op, "dim ", dim, " is out of range for a tensor of ", x.dim(), " dimensions");
-    for (int64_t d = 0; d < x.dim(); ++d) (d < dim ? outer : d == dim ? n : inner) *= x.size(d);
-  }
-
-  // f(the place of its first element, width) for a tile of columns.
-  template <typename F>
-  void for_tiles(F&& f) const {
-    const int64_t tiles = (inner + kTile - 1) / kTile;
-    const int64_t grain = std::max<int64_t>(1, kGrain / (n * std::min(inner, kTile)));
-    torch::stable::parallel_for(0, outer * tiles, grain, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) {
-        const int64_t at = i % tiles * kTile;
-        f(i / tiles * n * inner + at, std::min(kTile, inner - at));
-      }
-    });
-  }
-};
-
-Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
-
 // A mask that broadcasts to the rows of x.
 struct Mask {
   Tensor data;
@@ -213,17 +187,17 @@ Tensor softmax_forward(const Tensor& x_in, int64_t dim, double scale, const Mayb
   const Shape s(x_in, dim, op);
   const Dims sizes = dims_of(x_in.sizes());
   Tensor y = empty_contiguous(sizes, dtype, x_in);
-  if (s.outer * s.n * s.inner == 0) return y;
+  if (s.numel() == 0) return y;
   const bool rows = dim + 1 == x_in.dim();
   FASTLAYERS_CHECK(rows || !mask_in, op, "a mask is supported over the last dimension only, but dim is ", dim, " of ", x_in.dim());
-  const Tensor x = dense(x_in);
+  const Tensor x = made_contiguous(x_in);
   dispatch_pair(x.scalar_type(), dtype, op, [&](auto in, auto out) {
     using In = decltype(in);
     using Out = decltype(out);
     if (!rows) {
       const In* from = pointer<const In>(x);
       Out* to = pointer<Out>(y);
-      return s.for_tiles([&](int64_t at, int64_t width) {
+      return for_tiles(s, [&](int64_t, int64_t at, int64_t width) {
         forward_columns<In, Out>(to + at, from + at, s.n, s.inner, width, static_cast<compute_t<In>>(scale), log);
       });
     }
@@ -246,10 +220,10 @@ Tensor softmax_backward(const Tensor& dy_in, const Tensor& y_in, int64_t dim, do
   const Shape s(y_in, dim, op);
   const Dims sizes = dims_of(y_in.sizes());
   Tensor dx = empty_contiguous(sizes, dtype, y_in);
-  if (s.outer * s.n * s.inner == 0) return dx;
+  if (s.numel() == 0) return dx;
   const bool rows = dim + 1 == y_in.dim();
   FASTLAYERS_CHECK(!mask_in || (rows && mask_in->scalar_type() == ScalarType::Bool), op, "expected a boolean mask over the last dimension");
-  const Tensor dy = dense(dy_in), y = dense(y_in);
+  const Tensor dy = made_contiguous(dy_in), y = made_contiguous(y_in);
   dispatch_pair(dtype, y.scalar_type(), op, [&](auto in, auto out) {
     using In = decltype(in);
     using Out = decltype(out);
@@ -257,7 +231,7 @@ Tensor softmax_backward(const Tensor& dy_in, const Tensor& y_in, int64_t dim, do
     const Out *const g = pointer<const Out>(dy), *const p = pointer<const Out>(y);
     In* to = pointer<In>(dx);
     if (!rows)
-      return s.for_tiles([&](int64_t at, int64_t width) {
+      return for_tiles(s, [&](int64_t, int64_t at, int64_t width) {
         (log ? backward_columns<In, Out, true> : backward_columns<In, Out, false>)(to + at, g + at, p + at, s.n, s.inner, width, factor);
       });
     std::optional<Mask> mask;

@@ -52,8 +52,8 @@ Tensor spatial_sum(const Tensor& x, const MaybeTensor& y, double factor) {
     T* po = pointer<T>(out);
     // A unit is an image whose pixels are channels last, or a contiguous plane.
     const int64_t channels = image.last ? image.channels : 1, units = image.images * image.channels / channels;
-    const Pieces p = image.last ? Pieces::of_pixels<A>(image.pixels, channels) : Pieces::of_plane(image.pixels);
-    const int64_t n = channels * image.pixels;
+    const Pieces p = image.last ? Pieces::of_pixels<A>(image.plane, channels) : Pieces::of_plane(image.plane);
+    const int64_t n = channels * image.plane;
     const Memory<A> sums(units * p.count * p.width);
     for_units(
         units, p.count, 0, n,
@@ -98,8 +98,8 @@ Tensor scale_shift(const Tensor& x, const Tensor& scale_in, const Tensor& shift_
     T* po = pointer<T>(out);
     const auto by = static_cast<A>(factor);
     const int64_t channels = image.last ? image.channels : 1, units = image.images * image.channels / channels;
-    const Pieces p = image.last ? Pieces::of_pixels<A>(image.pixels, channels) : Pieces::of_plane(image.pixels);
-    const int64_t n = channels * image.pixels;
+    const Pieces p = image.last ? Pieces::of_pixels<A>(image.plane, channels) : Pieces::of_plane(image.plane);
+    const int64_t n = channels * image.plane;
     if (!image.last) {
       for_units(
           units, 0, p.count, n, [](int64_t, int64_t) {}, [](int64_t) {},

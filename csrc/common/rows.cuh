@@ -284,11 +284,4 @@ inline Tensor dense(const Tensor& t) {
   return aligned(t.const_data_ptr()) ? t : torch::stable::clone(t);
 }
 
-// Contiguous, of t's shape: torch gives these operations no other layout.
-inline Tensor empty_result(const Tensor& t, ScalarType dtype) {
-  const auto sizes = t.sizes();
-  if (t.is_contiguous()) return empty_strided(t.dim(), sizes.data(), t.strides().data(), dtype, t);
-  return empty_contiguous(dims_of(sizes), dtype, t);
-}
-
 }  // namespace fastlayers

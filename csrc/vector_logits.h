@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "common/vector_math.h"
+#include "logits.h"
 
 namespace fastlayers {
 namespace {
@@ -86,6 +87,20 @@ FASTLAYERS_INLINE void for_scores(int64_t n, Scores&& scores, F&& f) {
     last_scores<kAtTheEnd, A>(v, i, n, scores);
     f(v);
   }
+}
+
+// f(i of the first of its columns among all, their place, width) for the tiles of neighbouring columns of a tensor.
+constexpr int64_t kTile = 512;  // columns at a time: their sums stay in the first-level cache
+template <typename F>
+void for_tiles(const Shape& s, F&& f) {
+  const int64_t tiles = (s.inner + kTile - 1) / kTile;
+  const int64_t grain = std::max<int64_t>(1, kGrain / (s.n * std::min(s.inner, kTile)));
+  torch::stable::parallel_for(0, s.outer * tiles, grain, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t at = i % tiles * kTile, o = i / tiles;
+      f(o * s.inner + at, o * s.n * s.inner + at, std::min(kTile, s.inner - at));
+    }
+  });
 }
 
 }  // namespace
