@@ -151,8 +151,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& x_in, c
   const int64_t n = x.x.numel();
   const ForwardTensors t(x, residual_in, options, op);
   if (n == 0) return {t.y, t.stats, t.bits};
-  dispatch_floating(x.x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.x.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     Forward<T> a{norm_of<T>(x, t.residual, norm.weight, norm.bias, t.act, op), pointer<T>(t.y),
                  t.has_bits ? pointer<uint8_t>(t.bits) : nullptr, x.values<T>(norm.running_mean, 0, op, "running_mean"),
@@ -194,8 +193,7 @@ void channel_bias_act_(const Tensor& x_in, const Tensor& bias, const MaybeTensor
   const Act act = act_of(act_number, op);
   const MaybeTensor residual = bring(x, residual_in, op, "residual");
   if (x.x.numel() == 0) return;
-  dispatch_floating(x.x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.x.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     Forward<T> a{norm_of<T>(x, residual, std::nullopt, bias, act, op), pointer<T>(x.x), nullptr,
                  std::vector<A>(x.channels, A(0)), std::vector<A>(x.channels, A(1))};
@@ -318,8 +316,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& dy_
   const int64_t n = x.x.numel(), channels = x.channels;
   const BackwardTensors t(x, dy_in, weight, stats, residual_in, bits, act_number, want_dresidual, op);
   if (n == 0) return {t.dx, t.dresidual, t.dweight, t.dbias};
-  dispatch_floating(x.x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.x.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     using Word = word_t<T>;
     const bool first_pass_writes = t.has_bits || t.residual || want_dresidual || keeps_gradient<T>(t.act);

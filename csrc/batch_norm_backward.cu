@@ -231,8 +231,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& dy_
   const Launch launch(x.x);
   const BackwardTensors t(x, dy_in, weight, stats, residual_in, bits, act, want_dresidual, op);
   if (x.x.numel() == 0) return {t.dx, t.dresidual, t.dweight, t.dbias};
-  dispatch_floating(x.x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.x.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     BackwardArgs<A> args{};
     args.dy = pointer<const void>(t.dy);
@@ -249,8 +248,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& dy_
     args.count = x.count();
     args.act = t.act;
     args.training = training;
-    const auto run = [&](auto last) {
-      constexpr bool LAST = decltype(last)::value;
+    const auto run = [&]<bool LAST>(std::bool_constant<LAST>) {
       if (t.has_bits) return run_backward<T, LAST, Act::relu, Gate::bits>(args, x, launch);
       if constexpr (!std::is_same_v<T, double>) {
         if (!t.residual && t.act <= Act::relu) return run_backward<T, LAST, Act::relu, Gate::x>(args, x, launch);

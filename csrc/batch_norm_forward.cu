@@ -410,8 +410,7 @@ void run_passes(ForwardArgs<compute_t<T>>& args, const Operand& x, bool training
 template <typename T>
 void run_forward(ForwardArgs<compute_t<T>>& args, const Operand& x, bool training, const Launch& launch) {
   const bool residual = args.residual != nullptr;
-  const auto run = [&](auto last) {
-    constexpr bool LAST = decltype(last)::value;
+  const auto run = [&]<bool LAST>(std::bool_constant<LAST>) {
     if constexpr (!std::is_same_v<T, double>) {
       if (!residual && args.act <= Act::relu) return run_passes<T, LAST, Act::relu, false>(args, x, training, launch);
       if (residual && args.act == Act::relu) return run_passes<T, LAST, Act::relu, true>(args, x, training, launch);
@@ -434,8 +433,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& x_in, c
     if (moments != nullptr) torch::stable::zero_(*moments);
     return {t.y, t.stats, t.bits};
   }
-  dispatch_floating(x.x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.x.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     ForwardArgs<A> args{};
     args.x = pointer<const void>(x.x);
@@ -490,8 +488,7 @@ void batch_norm_update_(const Tensor& running_mean, const Tensor& running_var, c
   int64_t* const count = counter(batches, running_mean, op);
   if (channels == 0) return;
   const Launch launch(running_mean);
-  dispatch_floating(dtype, op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(dtype, op, [&]<typename T>(T) {
     using A = compute_t<T>;
     launch_kernel(update_running<T>, {ceil_div(channels, kUpdateThreads), kUpdateThreads}, launch, pointer<T>(running_mean),
                   pointer<T>(running_var), count, pointer<const A>(moments), channels, static_cast<A>(momentum));
@@ -526,8 +523,7 @@ void channel_bias_act_(const Tensor& x_in, const Tensor& bias, const MaybeTensor
   const Act activation = act_of(act, op);
   const MaybeTensor residual = bring(x, residual_in, op, "residual");
   if (x.x.numel() == 0) return;
-  dispatch_floating(x.x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.x.scalar_type(), op, [&]<typename T>(T) {
     ForwardArgs<compute_t<T>> args{};
     args.x = args.y = pointer<void>(x.x);
     args.residual = pointer<const void>(residual);

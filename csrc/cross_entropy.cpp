@@ -257,8 +257,7 @@ template <typename T, bool PLAIN, typename A = compute_t<T>>
 void forward_columns(const T* x, int64_t inner, int64_t row, int64_t width, const Losses<A>& losses,
                      const Terms<A>& terms) {
   Tile<A> tile;
-  const auto add = [&](int64_t c, auto count) FASTLAYERS_LANES {
-    constexpr int K = decltype(count)::value;
+  const auto add = [&]<int K>(int64_t c, Number<K>) FASTLAYERS_LANES {
     for_parts<A>(width, [&](int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
       Vector<A> v[K], weighted = c == 0 ? Vector<A>{} : load<A>(tile.linear + j);
       for (int k = 0; k < K; ++k) {
@@ -274,8 +273,8 @@ void forward_columns(const T* x, int64_t inner, int64_t row, int64_t width, cons
     });
   };
   int64_t c = 0;
-  for (; c + 4 <= terms.classes; c += 4) add(c, std::integral_constant<int, 4>{});
-  for (; c < terms.classes; ++c) add(c, std::integral_constant<int, 1>{});
+  for (; c + 4 <= terms.classes; c += 4) add(c, Number<4>{});
+  for (; c < terms.classes; ++c) add(c, Number<1>{});
   for (int64_t j = 0; j < width; ++j) {
     const int64_t t = terms.target_of(row + j);
     tile.own[j] = t < 0 ? A(0) : static_cast<A>(x[t * inner + j]);
@@ -429,16 +428,14 @@ struct Context {
 void write_losses(const Call& call, const Tensor& losses, const Tensor& stats, const Tensor& loss) {
   const Logits& logits = call.logits;
   const int64_t rows = call.rows();
-  dispatch_floating(logits.x.scalar_type(), call.op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(logits.x.scalar_type(), call.op, [&]<typename T>(T) {
     using A = compute_t<T>;
     const Context<A> context(call);
     const Terms<A>& terms = context.terms;
     A* numbers = pointer<A>(stats);
     const T* x = pointer<const T>(logits.x);
     const Losses<A> to{losses.mutable_data_ptr(), losses.scalar_type(), numbers, rows};
-    context.with_plain([&](auto plain) {
-      constexpr bool PLAIN = decltype(plain)::value;
+    context.with_plain([&]<bool PLAIN>(std::bool_constant<PLAIN>) {
       if (has_few(logits))
         for_few(logits, [&](int64_t row, int64_t width) {
           Transposed<T> tile;
@@ -469,8 +466,7 @@ void write_losses(const Call& call, const Tensor& losses, const Tensor& stats, c
 void write_gradient(const Call& call, const Tensor& dy, const Tensor& stats, const Tensor& dx) {
   const Logits& logits = call.logits;
   const int64_t rows = call.rows();
-  dispatch_floating(logits.x.scalar_type(), call.op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(logits.x.scalar_type(), call.op, [&]<typename T>(T) {
     using A = compute_t<T>;
     const Context<A> context(call);
     const Terms<A>& terms = context.terms;
@@ -479,8 +475,7 @@ void write_gradient(const Call& call, const Tensor& dy, const Tensor& stats, con
     const T* x = pointer<const T>(logits.x);
     T* to = pointer<T>(dx);
     const int64_t stride = to == x ? logits.stride : logits.n;
-    context.with_plain([&](auto plain) {
-      constexpr bool PLAIN = decltype(plain)::value;
+    context.with_plain([&]<bool PLAIN>(std::bool_constant<PLAIN>) {
       if (has_few(logits))
         for_few(logits, [&](int64_t row, int64_t width) {
           Transposed<T> tile;
@@ -508,14 +503,12 @@ Tensor cross_entropy_chunk_(Tensor logits, const Tensor& target, const MaybeTens
   const ScalarType wide = compute_dtype(logits);
   Tensor losses = empty_contiguous({rows}, wide, logits);
   if (rows == 0) return losses;
-  dispatch_floating(logits.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(logits.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     const Context<A> context(target, weight, {ignore_index, label_smoothing, softcap, z_loss}, rows, columns, logits, op);
     const Scale<A> scale{pointer<const void>(grad_scale), wide, grad_scale && grad_scale->numel() > 1, A(1)};
     const Losses<A> to{losses.mutable_data_ptr(), wide, nullptr, rows};
-    context.with_plain([&](auto plain) {
-      constexpr bool PLAIN = decltype(plain)::value;
+    context.with_plain([&]<bool PLAIN>(std::bool_constant<PLAIN>) {
       torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kGrain / padded), [&](int64_t first, int64_t last) {
         if (want_grad) chunk_rows<T, PLAIN>(pointer<T>(logits), padded, to, scale, context.terms, first, last);
         else forward_rows<T, PLAIN>(pointer<const T>(logits), padded, to, context.terms, first, last);

@@ -293,7 +293,7 @@ void dispatch_plain(const Terms<A>& terms, F&& f) {
   f(std::false_type{});
 }
 
-// Calls f(ColumnLaunch, std::integral_constant<int, V>, plain) for the columns kernels.
+// Calls f(ColumnLaunch, Number<V>, plain) for the columns kernels.
 template <typename T, typename F>
 void with_columns(ColumnArgs<compute_t<T>>& args, const Shape& s, bool is_aligned, F&& f) {
   constexpr int kVector = kVectorBytes / sizeof(T);
@@ -302,8 +302,8 @@ void with_columns(ColumnArgs<compute_t<T>>& args, const Shape& s, bool is_aligne
   args.down = shape.down;
   args.tiles = static_cast<unsigned>(ceil_div(s.inner, static_cast<int64_t>(shape.across) * shape.vector));
   dispatch_plain(args.terms, [&](auto plain) {
-    if (shape.vector > 1) f(shape, std::integral_constant<int, kVector>{}, plain);
-    else f(shape, std::integral_constant<int, 1>{}, plain);
+    if (shape.vector > 1) f(shape, Number<kVector>{}, plain);
+    else f(shape, Number<1>{}, plain);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }

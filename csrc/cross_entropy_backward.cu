@@ -123,8 +123,7 @@ void launch_backward_rows(BackwardArgs<compute_t<T>>& args, const Launch& launch
 void write_gradient(const Call& call, const MaybeTensor& dy, int64_t classes, const Tensor& stats, const Tensor& dx) {
   const Logits& logits = call.logits;
   const Launch launch(logits.x);
-  dispatch_floating(logits.x.scalar_type(), call.op, [&](auto x) {
-    using T = decltype(x);
+  dispatch_floating(logits.x.scalar_type(), call.op, [&]<typename T>(T) {
     using A = compute_t<T>;
     Context<A> context(call, classes);
     const A* numbers = pointer<const A>(stats);

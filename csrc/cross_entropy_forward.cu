@@ -421,8 +421,7 @@ void sum_weight(Context<A>& context, A* sum, const Launch& launch) {
 void write_losses(const Call& call, const Tensor& losses, const Tensor& stats, const Tensor& loss) {
   const Logits& logits = call.logits;
   const Launch launch(logits.x);
-  dispatch_floating(logits.x.scalar_type(), call.op, [&](auto x) {
-    using T = decltype(x);
+  dispatch_floating(logits.x.scalar_type(), call.op, [&]<typename T>(T) {
     using A = compute_t<T>;
     Context<A> context(call, logits.n);
     A* numbers = pointer<A>(stats);
@@ -456,8 +455,7 @@ bool run_held(const Tensor& logits, const Tensor& losses, int64_t columns, const
   if (!aligned(logits.const_data_ptr())) return false;
   const Launch launch(logits);
   bool held = false;
-  dispatch_floating(logits.scalar_type(), op, [&](auto x) {
-    using T = decltype(x);
+  dispatch_floating(logits.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     constexpr int V = kVector<T>;
     Context<A> context(target, weight, options, rows, columns, logits, op);

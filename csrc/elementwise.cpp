@@ -48,8 +48,7 @@ std::tuple<Tensor, Tensor> relu_forward_op(const Tensor& x, const Tensor& y, con
   const FlatPair pair(x, y, op, SUM_FIRST ? add_relu_strides : relu_add_strides);
   Tensor out = pair.empty();
   Tensor bits = TRAIN ? pair.empty_bits() : out;
-  dispatch_floating(x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.scalar_type(), op, [&]<typename T>(T) {
     const T* px = pointer<const T>(pair.x);
     const T* py = pointer<const T>(pair.y);
     T* po = pointer<T>(out);
@@ -89,8 +88,7 @@ Tensor relu_backward(const Tensor& dy, const Tensor& bits) {
   FASTLAYERS_CHECK(bits.numel() == (n + kBits - 1) / kBits, "relu_backward", "expected a bit for each of ", n,
                    " elements, but got ", bits.numel(), " bytes");
   Tensor dx = empty_strided(dims_of(dy.sizes()), dims_of(dy.strides()), dy.scalar_type(), dy);
-  dispatch_floating(dy.scalar_type(), "relu_backward", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(dy.scalar_type(), "relu_backward", [&]<typename T>(T) {
     using Word = word_t<T>;
     const Word* g = pointer<const Word>(dy);
     const uint8_t* b = pointer<const uint8_t>(bits);
@@ -105,8 +103,7 @@ std::tuple<Tensor, Tensor> mul_backward(const Tensor& dy_in, const Tensor& x_in,
   check_same_shape(x_in, dy_in, "mul_backward", "dy");
   const Tensor dy = with_strides(dy_in, pair.sizes, pair.strides);
   Tensor dx = pair.empty(), dy_ = pair.empty();
-  dispatch_floating(x_in.scalar_type(), "mul_backward", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x_in.scalar_type(), "mul_backward", [&]<typename T>(T) {
     const T* g = pointer<const T>(dy);
     const T* px = pointer<const T>(pair.x);
     const T* py = pointer<const T>(pair.y);
@@ -122,8 +119,7 @@ std::tuple<Tensor, Tensor> mul_backward(const Tensor& dy_in, const Tensor& x_in,
 Tensor mul(const Tensor& x_in, const Tensor& y_in) {
   const FlatPair pair(x_in, y_in, "mul", mul_strides);
   Tensor out = pair.empty();
-  dispatch_floating(x_in.scalar_type(), "mul", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x_in.scalar_type(), "mul", [&]<typename T>(T) {
     const T* px = pointer<const T>(pair.x);
     const T* py = pointer<const T>(pair.y);
     T* po = pointer<T>(out);

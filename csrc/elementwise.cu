@@ -77,8 +77,7 @@ __global__ void __launch_bounds__(kThreads) relu_forward(const T* x, const T* y,
                                                         compute_t<T> alpha, const __grid_constant__ Bias bias) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
-  for_block<T>(is_aligned, n, [&](auto words, int first) {
-    constexpr int U = words.value;
+  for_block<T>(is_aligned, n, [&]<int U>(Number<U>, int first) {
     constexpr bool WHOLE = U > 1;
     Vec<T, V> wx[U], wy[U];
     [[maybe_unused]] Vec<T, V> wb[U];
@@ -116,8 +115,7 @@ __global__ void __launch_bounds__(kThreads) relu_forward(const T* x, const T* y,
 template <typename T>
 __global__ void __launch_bounds__(kThreads) relu_backward_flat(const T* dy, const uint8_t* bits, T* dx, int64_t n, bool is_aligned) {
   constexpr int V = kVector<T>;
-  for_block<T>(is_aligned, n, [&](auto words, int first) {
-    constexpr int U = words.value;
+  for_block<T>(is_aligned, n, [&]<int U>(Number<U>, int first) {
     constexpr bool WHOLE = U > 1;
     Vec<T, V> w[U];
     unsigned kept[U];
@@ -253,8 +251,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
   }
   const int64_t base = outer * c.repeat * c.columns + me.column;
   const auto nothing = static_cast<unsigned>(c.repeat >> 62);
-  me.for_rows(c, [&](auto count, int64_t row) {
-    constexpr int U = count.value;
+  me.for_rows(c, [&]<int U>(Number<U>, int64_t row) {
     Vec<T, V> wg[U];
     [[maybe_unused]] Vec<T, V> wx[U];
     [[maybe_unused]] unsigned kept[U];
@@ -417,8 +414,7 @@ std::tuple<Tensor, Tensor> relu_forward_op(const Tensor& x, const Tensor& y, con
   if (n == 0) return {out, bits};
   Tensor keep;
   const Bias b = bias ? make_bias(*bias, pair, keep) : Bias{};
-  dispatch_floating(x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.scalar_type(), op, [&]<typename T>(T) {
     const T* px = pointer<const T>(pair.x);
     const T* py = pointer<const T>(pair.y);
     uint8_t* pb = TRAIN ? pointer<uint8_t>(bits) : nullptr;
@@ -461,8 +457,7 @@ Tensor relu_backward(const Tensor& dy, const Tensor& bits) {
   const Launch launch(dy);
   Tensor dx = empty_strided(dims_of(dy.sizes()), dims_of(dy.strides()), dy.scalar_type(), dy);
   if (n == 0) return dx;
-  dispatch_floating(dy.scalar_type(), "relu_backward", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(dy.scalar_type(), "relu_backward", [&]<typename T>(T) {
     const T* g = pointer<const T>(dy);
     launch_flat<T>(relu_backward_flat<T>, n, launch, g, pointer<const uint8_t>(bits), pointer<T>(dx), n, aligned(g));
   });
@@ -478,8 +473,7 @@ void scale_(Tensor x, const Tensor& factor) {
   FASTLAYERS_CHECK(n == 0 || is_dense(x), "scale_", "expected a dense x");
   if (n == 0) return;
   const Launch launch(x);
-  dispatch_floating(x.scalar_type(), "scale_", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.scalar_type(), "scale_", [&]<typename T>(T) {
     T* px = pointer<T>(x);
     launch_flat<T>(scale_in_place<T>, n, launch, px, pointer<const compute_t<T>>(factor), n, aligned(px));
   });
@@ -509,8 +503,7 @@ void repeated_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
                        const Launch& launch) {
   const Tensor s = RELU ? s_in : with_strides(s_in, view.sizes, view.strides);
   const int64_t outer = view.outer, repeat = view.repeat, columns = view.columns;
-  dispatch_floating(dy.scalar_type(), "mul_backward", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(dy.scalar_type(), "mul_backward", [&]<typename T>(T) {
     using A = compute_t<T>;
     constexpr int V = kVector<T>;
     const T* g = pointer<const T>(dy);
@@ -536,16 +529,15 @@ void repeated_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
       kernel<<<blocks_for(row_blocks * a.pieces, 1), kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, all, a);
       finish(partial, a.pieces);
     } else {
-      const auto run = [&](auto vector) {
-        constexpr int W = decltype(vector)::value;
+      const auto run = [&]<int W>(Number<W>) {
         const Columns c = Columns::plan<A>(repeat, columns, W, launch.device(), outer);
         Tensor partial = empty_partial<A>(c.pieces == 1 ? 0 : outer * c.pieces, columns, dy);
         repeated_backward_columns<T, W, RELU><<<blocks_for(c.blocks() * outer, 1), c.threads(), c.shared<A>(W), launch.stream()>>>(
             g, px, ps, d, pointer<A>(partial), c.pieces == 1 ? sums : nullptr, c);
         finish(partial, c.pieces);
       };
-      if (flat && columns % V == 0) run(std::integral_constant<int, V>{});
-      else run(std::integral_constant<int, 1>{});
+      if (flat && columns % V == 0) run(Number<V>{});
+      else run(Number<1>{});
     }
   });
 }
@@ -562,8 +554,7 @@ Tensor mul(const Tensor& x, const Tensor& y) {
   if (n == 0) return out;
   const bool x_fills = fills(x, sizes, strides), y_fills = fills(y, sizes, strides);
   if (x_fills && y_fills) {
-    dispatch_floating(x.scalar_type(), "mul", [&](auto zero) {
-      using T = decltype(zero);
+    dispatch_floating(x.scalar_type(), "mul", [&]<typename T>(T) {
       const T* px = pointer<const T>(x);
       const T* py = pointer<const T>(y);
       launch_flat<T>(mul_flat<T>, n, launch, px, py, pointer<T>(out), n, aligned(px) && aligned(py));
@@ -577,8 +568,7 @@ Tensor mul(const Tensor& x, const Tensor& y) {
       const Tensor s = with_strides(small, view->sizes, view->strides);
       const Repeats repeats = view->repeats(n, static_cast<int64_t>(s.element_size()), s.const_data_ptr());
       if (repeats.served && aligned(big.const_data_ptr())) {
-        dispatch_floating(x.scalar_type(), "mul", [&](auto zero) {
-          using T = decltype(zero);
+        dispatch_floating(x.scalar_type(), "mul", [&]<typename T>(T) {
           launch_flat<T>(mul_repeated<T>, n, launch, pointer<const T>(big), pointer<const T>(s), pointer<T>(out), n, repeats);
         });
         return out;
@@ -592,8 +582,7 @@ Tensor mul(const Tensor& x, const Tensor& y) {
     torch::stable::copy_(full_y, y);
     return mul(full_x, full_y);
   }
-  dispatch_floating(x.scalar_type(), "mul", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.scalar_type(), "mul", [&]<typename T>(T) {
     launch_flat<T, 1>(mul_broadcast<T>, n, launch, pointer<const T>(x), pointer<const T>(y), pointer<T>(out), n, walk);
   });
   return out;
@@ -641,8 +630,7 @@ std::tuple<Tensor, Tensor> mul_backward(const Tensor& dy_in, const Tensor& x, co
     const Tensor dense_y = with_strides(y, sizes, strides);
     Tensor dx = empty_strided(sizes, strides, x.scalar_type(), x), dy_ = empty_strided(sizes, strides, x.scalar_type(), x);
     if (n == 0) return {dx, dy_};
-    dispatch_floating(x.scalar_type(), "mul_backward", [&](auto zero) {
-      using T = decltype(zero);
+    dispatch_floating(x.scalar_type(), "mul_backward", [&]<typename T>(T) {
       const T* g = pointer<const T>(dy);
       const T* px = pointer<const T>(dense_big);
       const T* py = pointer<const T>(dense_y);

@@ -261,8 +261,7 @@ std::tuple<Tensor, Tensor> group_norm_forward(const Tensor& x_in, int64_t groups
     torch::stable::zero_(const_cast<Tensor&>(stats));
     return {y, result};
   }
-  dispatch_floating(x.x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.x.scalar_type(), op, [&]<typename T>(T) {
     Norm<T> a = norm_of<T>(x, weight, bias, stats, groups, act, op);
     a.out = pointer<T>(y);
     a.eps = eps;
@@ -298,8 +297,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& dy_in, cons
     torch::stable::zero_(const_cast<Tensor&>(dweight)), torch::stable::zero_(const_cast<Tensor&>(dbias));
     return {dx, dweight, dbias};
   }
-  dispatch_floating(dtype, op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(dtype, op, [&]<typename T>(T) {
     using A = compute_t<T>;
     Norm<T> a = norm_of<T>(x, weight, bias, stats, groups, act, op);
     a.dy = pointer<const T>(dy);

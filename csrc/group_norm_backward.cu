@@ -595,9 +595,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& dy_in, cons
   const MaybeTensor weight = made_contiguous(weight_in), bias = made_contiguous(bias_in);
   Tensor dx = x.empty(x.x.scalar_type());
   MaybeTensor dweight, dbias;
-  dispatch_pair(x.x.scalar_type(), dy.scalar_type(), op, [&](auto in, auto out) {
-    using In = decltype(in);
-    using Out = decltype(out);
+  dispatch_pair(x.x.scalar_type(), dy.scalar_type(), op, [&]<typename In, typename Out>(In, Out) {
     Args<In> args = make_args<In>(x, weight, bias, groups, act, op);
     const int64_t total = args.samples * groups;
     FASTLAYERS_CHECK(stats.scalar_type() == compute_dtype(x.x) && stats.numel() == 2 * total && stats.is_contiguous(), op,

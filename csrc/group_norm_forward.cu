@@ -476,9 +476,7 @@ std::tuple<Tensor, Tensor> group_norm_forward(const Tensor& x_in, int64_t groups
   const ChannelLayout x(x_in, op);
   const MaybeTensor weight = made_contiguous(weight_in), bias = made_contiguous(bias_in);
   Tensor y = x.empty(dtype), stats = empty_stats(keep, x.images * groups, x.x);
-  dispatch_pair(x.x.scalar_type(), dtype, op, [&](auto in, auto out) {
-    using In = decltype(in);
-    using Out = decltype(out);
+  dispatch_pair(x.x.scalar_type(), dtype, op, [&]<typename In, typename Out>(In, Out) {
     using A = compute_t<In>;
     Args<In> args = make_args<In>(x, weight, bias, groups, act, op);
     const int64_t total = args.samples * groups, n = args.depth * args.pixels;

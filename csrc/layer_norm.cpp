@@ -143,8 +143,7 @@ struct Rows {
   const A* read(int64_t row, A* memory) const {
     if (data == nullptr) return nullptr;
     if (direct()) return static_cast<A*>(data) + row * n;
-    with_narrow([&](auto tag) {
-      using T = decltype(tag);
+    with_narrow([&]<typename T>(T) {
       widen<T>(memory, static_cast<const T*>(data) + row * n, n);
     });
     return memory;
@@ -153,8 +152,7 @@ struct Rows {
   A* place(int64_t row, A* memory) const { return direct() ? static_cast<A*>(data) + row * n : memory; }
   void written(int64_t row, const A* memory) const {
     if (direct()) return;
-    with_narrow([&](auto tag) {
-      using T = decltype(tag);
+    with_narrow([&]<typename T>(T) {
       narrow<T>(static_cast<T*>(data) + row * n, memory, n);
     });
   }
@@ -221,8 +219,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in
   Tensor stats = empty_stats(keep, kind, s, x);
   const Tensor sum = residual ? empty_result(x, summed) : x;
   if (s.empty()) return {y, sum, stats};
-  const auto run = [&](auto zero) {
-    using A = decltype(zero);
+  const auto run = [&]<typename A>(A zero) {
     std::vector<A> of_weight, of_bias;
     const A* w = weight_row(weight, s.n, kind, of_weight);
     const A* b = weight_row(bias, s.n, kLayer, of_bias);
@@ -290,8 +287,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_
     wanted.zero();
     return {dx, wanted.dweight, wanted.dbias, none};
   }
-  const auto run = [&](auto zero) {
-    using A = decltype(zero);
+  const auto run = [&]<typename A>(A) {
     std::vector<A> of_weight;
     const A* w = weight_row(weight, s.n, kind, of_weight);
     const A* kept = pointer<const A>(stats);

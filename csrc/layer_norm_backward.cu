@@ -213,8 +213,7 @@ struct StagedWeight {
   template <typename C>
   __device__ __forceinline__ StagedWeight(const BackwardArgs<A>& a, const C& columns, char* base) : narrow{base}, wide{base} {
     const bool as_is = a.weight != nullptr && !a.small_weight && !a.gemma;
-    const auto copy = [&](const auto& staged, auto zero) {
-      using W = decltype(zero);
+    const auto copy = [&]<typename W>(const auto& staged, W) {
       unroll<K>([&](int i) {
         if (!columns.has(i)) return;
         const auto w = load_weights<!RAGGED, W, V>(static_cast<const W*>(a.weight), columns.element(i));
@@ -640,8 +639,7 @@ constexpr int64_t kSumWide = 8192;
 template <typename A>
 void sum_partials(const WeightGradients& to, const Tensor& partials, int blocks, int64_t n, const Launch& on) {
   if (!to.want_weight && !to.want_bias) return;
-  dispatch_floating(to.dweight.scalar_type(), "layer_norm_backward", [&](auto tag) {
-    using W = decltype(tag);
+  dispatch_floating(to.dweight.scalar_type(), "layer_norm_backward", [&]<typename W>(W) {
     if constexpr (sizeof(W) <= sizeof(A) && (sizeof(A) == 4 || sizeof(W) == 8)) {
       // Words of columns where there are enough of them to occupy the GPU.
       constexpr int C = kVectorBytes / sizeof(A);
@@ -682,18 +680,17 @@ bool backward(BackwardArgs<compute_t<X>>& args, int64_t n, const WeightGradients
   const int64_t partials = launch.blocks / launch.cluster;
   const Tensor partial = empty_contiguous({args.want_weight || args.want_bias ? 2 * partials * n : 0}, compute_dtype(like), like);
   args.partial = pointer<A>(partial);
-  const auto run = [&](auto is_ragged, auto words_each, auto is_cluster) {
-    constexpr bool CLUSTER = decltype(is_cluster)::value;
+  const auto run = [&]<bool CLUSTER>(auto is_ragged, auto words_each, std::bool_constant<CLUSTER>) {
     constexpr auto kernel = layer_norm_backward_rows<X, D, LAYER, decltype(is_ragged)::value, decltype(words_each)::value, CLUSTER>;
     allow_shared_memory<kernel>(shared_of_block(1, CLUSTER ? kMaxCluster : 1, kSlots, on.device()), on);
     launch_kernel(kernel, {launch.blocks, launch.block, launch.shared, launch.cluster}, on, args);
   };
-  using Most = std::integral_constant<int, kMostWords>;
+  using Most = Number<kMostWords>;
   const auto choose = [&](auto is_ragged) {
     constexpr bool kRareCluster = kRare || (sizeof(X) == 4 && sizeof(D) == 2);
     if (launch.cluster > 1) return run(std::bool_constant<(kRareCluster || decltype(is_ragged)::value)>{}, Most{}, std::true_type{});
     if constexpr (!decltype(is_ragged)::value) {
-      if (launch.words == 3) return run(is_ragged, std::integral_constant<int, 3>{}, std::false_type{});
+      if (launch.words == 3) return run(is_ragged, Number<3>{}, std::false_type{});
     }
     run(is_ragged, Most{}, std::false_type{});
   };
@@ -752,9 +749,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_
   }
   const Tensor x = dense(x_in), dy = dense(dy_in), stats = dense(stats_in);
   const MaybeTensor dsum = dsum_in ? MaybeTensor(dense(*dsum_in)) : std::nullopt;
-  dispatch_pair<true>(x_dtype, dy.scalar_type(), op, [&](auto x_tag, auto dy_tag) {
-    using X = decltype(x_tag);
-    using D = decltype(dy_tag);
+  dispatch_pair<true>(x_dtype, dy.scalar_type(), op, [&]<typename X, typename D>(X, D) {
     using A = compute_t<X>;
     BackwardArgs<A> args{};
     args.dy = pointer<const void>(dy);

@@ -296,8 +296,7 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
     a.stats[words.at.row] = LAYER ? mean : rstd;
     if (LAYER) a.stats[a.rows + words.at.row] = rstd;
   }
-  const auto put = [&](auto type, int64_t i, const auto& v) {
-    using Out = decltype(type);
+  const auto put = [&]<typename Out>(Out, int64_t i, const auto& v) {
     constexpr int N = sizeof(v) / sizeof(A);
     store_vec<Out, N>(static_cast<Out*>(a.y) + i, pack<Out>(v));
   };
@@ -491,8 +490,8 @@ void forward(ForwardArgs<compute_t<X>>& args, const ForwardTensors& tensors, int
   args.lane_bits = log2_of(row.threads);
   LaunchShape shape{ceil_div(args.rows, row.block / row.threads), row.block};
   if (row.cluster > 1) shape.blocks = args.rows * row.cluster, shape.cluster = row.cluster;
-  const auto run = [&](auto is_layer, auto is_mixed, auto is_whole, auto built) {
-    constexpr bool LAYER = decltype(is_layer)::value, MIXED = decltype(is_mixed)::value, WHOLE = decltype(is_whole)::value;
+  const auto run = [&]<bool LAYER, bool MIXED, bool WHOLE>(std::bool_constant<LAYER>, std::bool_constant<MIXED>, std::bool_constant<WHOLE>,
+                                                         auto built) {
     if constexpr (kClusters) {
       if (row.cluster > 1) return launch_kernel(layer_norm_forward_rows<X, R, LAYER, MIXED, WHOLE, most_of(decltype(built){}), true>, shape, on, args);
     }
@@ -547,8 +546,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x, c
   set_residual(t, residual, op);
   if (s.empty()) return {t.y, t.sum, t.stats};
   t.x = dense(x);
-  dispatch_floating(x_dtype, op, [&](auto tag) {
-    using X = decltype(tag);
+  dispatch_floating(x_dtype, op, [&]<typename X>(X) {
     using A = compute_t<X>;
     ForwardArgs<A> args{};
     args.x = pointer<const void>(t.x);

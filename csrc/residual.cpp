@@ -108,9 +108,7 @@ Tensor dropout_add(const Tensor& x, const MaybeTensor& residual, double p, const
   if (n == 0) return out;
   const auto threshold = static_cast<uint32_t>(std::min(p * 4294967296.0 + 0.5, 4294967295.0));
   const auto key = static_cast<uint64_t>(*pointer<const int64_t>(seed));
-  dispatch_pair<true>(x.scalar_type(), dtype, op, [&](auto in, auto result) {
-    using I = decltype(in);
-    using O = decltype(result);
+  dispatch_pair<true>(x.scalar_type(), dtype, op, [&]<typename I, typename O>(I, O) {
     const Dropout<I, O> of{pointer<const I>(operands.x), pointer<const O>(operands.residual), pointer<O>(out), key, threshold,
                            static_cast<compute_t<O>>(1.0 / (1.0 - p))};
     torch::stable::parallel_for(0, (n + kStretch - 1) / kStretch, kGrain / kStretch, [&](int64_t first, int64_t last) {
@@ -208,9 +206,7 @@ Tensor scale_add(const Tensor& x, const MaybeTensor& gamma, const MaybeTensor& r
   const int64_t n = out.numel();
   if (n == 0) return out;
   if (gamma) check_gamma(*gamma, x.element_size() <= out.element_size() ? x.scalar_type() : dtype, op);
-  dispatch_pair<true>(x.scalar_type(), dtype, op, [&](auto in, auto result) {
-    using I = decltype(in);
-    using O = decltype(result);
+  dispatch_pair<true>(x.scalar_type(), dtype, op, [&]<typename I, typename O>(I, O) {
     using A = compute_t<O>;
     const std::vector<A> wide = gamma ? widened<A>(*gamma) : std::vector<A>();
     Factor<A> f;
@@ -331,9 +327,7 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
   check_gamma(gamma, x.scalar_type(), op);
   Tensor dx = empty_strided(sizes, strides, x.scalar_type(), x);
   Tensor dgamma = empty_contiguous(dims_of(gamma.sizes()), gamma.scalar_type(), gamma);
-  dispatch_pair<true>(dy.scalar_type(), x.scalar_type(), op, [&](auto of_dy, auto of_x) {
-    using G = decltype(of_dy);
-    using T = decltype(of_x);
+  dispatch_pair<true>(dy.scalar_type(), x.scalar_type(), op, [&]<typename G, typename T>(G, T) {
     if constexpr (sizeof(G) < sizeof(T)) {
       FASTLAYERS_CHECK(false, op, "no kernel for a dy narrower than x");
     } else {

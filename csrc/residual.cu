@@ -68,8 +68,7 @@ __global__ void __launch_bounds__(kThreads) dropout_flat(const I* x, const O* re
   using N = Narrow<I, O>;
   constexpr int V = kVector<N>;
   const auto key = static_cast<uint64_t>(*seed);
-  for_block<N, kDropoutWords>(is_aligned, n, [&](auto words, int first) {
-    constexpr int U = words.value;
+  for_block<N, kDropoutWords>(is_aligned, n, [&]<int U>(Number<U>, int first) {
     constexpr bool WHOLE = U > 1;
     Vec<I, V> wx[U];
     Vec<O, V> wr[U];
@@ -176,9 +175,7 @@ __global__ void __launch_bounds__(kThreads) scale_flat(const I* x, const O* resi
                                                       const __grid_constant__ Factor<compute_t<O>> factor) {
   using N = Narrow<I, O>;
   constexpr int V = kVector<N>;
-  const auto take = [&](auto words, auto whole, int first) {
-    constexpr int U = words.value;
-    constexpr bool WHOLE = whole.value;
+  const auto take = [&]<int U, bool WHOLE>(Number<U>, std::bool_constant<WHOLE>, int first) {
     Vec<I, V> wx[U];
     Vec<O, V> wr[U];
     unroll<U>([&](int u) {
@@ -195,8 +192,8 @@ __global__ void __launch_bounds__(kThreads) scale_flat(const I* x, const O* resi
 #pragma unroll 1
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t i = flat_index<N>(u);
-      if (is_aligned && i + V <= n) take(std::integral_constant<int, 1>{}, std::true_type{}, u);
-      else if (i < n) take(std::integral_constant<int, 1>{}, std::false_type{}, u);
+      if (is_aligned && i + V <= n) take(Number<1>{}, std::true_type{}, u);
+      else if (i < n) take(Number<1>{}, std::false_type{}, u);
     }
   } else {
     for_block<N>(is_aligned, n, [&](auto words, int first) { take(words, std::bool_constant<(words.value > 1)>{}, first); });
@@ -243,8 +240,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
     unroll<V>([&](int j) { gamma.v[j] = gamma_at<A, T>(a, me.column + j) * (KEEP ? A(1) : scale); });
   }
   const auto nothing = static_cast<unsigned>(c.repeat >> 62);
-  me.for_rows(c, [&](auto count, int64_t row) {
-    constexpr int U = count.value;
+  me.for_rows(c, [&]<int U>(Number<U>, int64_t row) {
     Vec<G, V> wg[U];
     Vec<T, V> wx[U];
     [[maybe_unused]] A factor[U];
@@ -341,9 +337,7 @@ Tensor dropout_add(const Tensor& x, const MaybeTensor& residual, double p, const
   const int64_t n = out.numel();
   if (n == 0) return out;
   const auto threshold = static_cast<uint32_t>(std::min(p * 4294967296.0 + 0.5, 4294967295.0));
-  dispatch_pair<true>(x.scalar_type(), dtype, op, [&](auto zero_in, auto zero_out) {
-    using I = decltype(zero_in);
-    using O = decltype(zero_out);
+  dispatch_pair<true>(x.scalar_type(), dtype, op, [&]<typename I, typename O>(I, O) {
     using N = Narrow<I, O>;
     with_residual<I, O>(residual.has_value(), op, [&](auto adds) {
       launch_kernel(dropout_flat<I, O, decltype(adds)::value>, {flat_blocks<N, kDropoutWords>(n), kThreads}, launch,
@@ -388,9 +382,7 @@ Tensor scale_add(const Tensor& x, const MaybeTensor& gamma, const MaybeTensor& r
   Tensor out = empty_strided(operands.sizes, operands.strides, dtype, x);
   const int64_t n = out.numel();
   if (n == 0) return out;
-  dispatch_pair<true>(x.scalar_type(), dtype, op, [&](auto zero_in, auto zero_out) {
-    using I = decltype(zero_in);
-    using O = decltype(zero_out);
+  dispatch_pair<true>(x.scalar_type(), dtype, op, [&]<typename I, typename O>(I, O) {
     using N = Narrow<I, O>;
     const ScalarType narrow = sizeof(I) <= sizeof(O) ? x.scalar_type() : dtype;
     FASTLAYERS_CHECK(!gamma || gamma->scalar_type() == narrow || (sizeof(N) == 2 && gamma->scalar_type() == ScalarType::Float), op,
@@ -487,9 +479,7 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
   a.gamma = pointer<const void>(gamma);
   a.keep = pointer<const void>(keep);
   a.float32 = gamma.scalar_type() == ScalarType::Float;
-  dispatch_pair<true>(dy.scalar_type(), x.scalar_type(), op, [&](auto zero_in, auto zero_out) {
-    using G = decltype(zero_in);
-    using T = decltype(zero_out);
+  dispatch_pair<true>(dy.scalar_type(), x.scalar_type(), op, [&]<typename G, typename T>(G, T) {
     if constexpr (sizeof(G) < sizeof(T)) {
       FASTLAYERS_CHECK(false, op, "no kernel for a dy narrower than x");
     } else {
@@ -501,8 +491,8 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
         if (inner > 1) backward.template run_rows<decltype(vector)::value>(x);
         else backward.template run_columns<decltype(vector)::value>(x);
       };
-      if (aligned(backward.dy) && aligned(backward.x) && row % kVector<T> == 0) run(std::integral_constant<int, kVector<T>>{});
-      else run(std::integral_constant<int, 1>{});
+      if (aligned(backward.dy) && aligned(backward.x) && row % kVector<T> == 0) run(Number<kVector<T>>{});
+      else run(Number<1>{});
     }
   });
   return {dx, dgamma};

@@ -266,10 +266,7 @@ std::tuple<Tensor, Tensor> rotary(const Tensor& q_in, const MaybeTensor& k_in, c
   a.pairs = static_cast<int>(rotary_dim / 2);
   a.half_tables = call.cos.size(-1) != rotary_dim;
   a.backward = backward;
-  dispatch_types(call.q.scalar_type(), call.cos.scalar_type(), dtype, [&](auto in, auto table, auto out) {
-    using In = decltype(in);
-    using Table = decltype(table);
-    using Out = decltype(out);
+  dispatch_types(call.q.scalar_type(), call.cos.scalar_type(), dtype, [&]<typename In, typename Table, typename Out>(In, Table, Out) {
     constexpr int kWord = kVectorBytes / std::max(sizeof(In), sizeof(Out));
     constexpr int kShort = kWord == 8 ? 2 : 1;  // 4 bytes, for half as many lanes of 2
     if (interleaved) {

@@ -94,8 +94,7 @@ void backward_row(In* dx, const Out* dy, const Out* y, int64_t n, A scale, const
 template <typename In, typename Out, typename A = compute_t<In>>
 void forward_columns(Out* y, const In* x, int64_t n, int64_t inner, int64_t width, A scale, bool log) {
   A most[kTile], sum[kTile];
-  const auto add = [&](int64_t c, auto count) FASTLAYERS_LANES {
-    constexpr int K = decltype(count)::value;
+  const auto add = [&]<int K>(int64_t c, Number<K>) FASTLAYERS_LANES {
     for_parts<A>(width, [&](int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
       Vector<A> v[K];
       for (int k = 0; k < K; ++k) v[k] = lanes.load(x + (c + k) * inner + j) * scale;
@@ -107,8 +106,8 @@ void forward_columns(Out* y, const In* x, int64_t n, int64_t inner, int64_t widt
     });
   };
   int64_t c = 0;
-  for (; c + 4 <= n; c += 4) add(c, std::integral_constant<int, 4>{});
-  for (; c < n; ++c) add(c, std::integral_constant<int, 1>{});
+  for (; c + 4 <= n; c += 4) add(c, Number<4>{});
+  for (; c < n; ++c) add(c, Number<1>{});
   if (log)
     for (int64_t j = 0; j < width; ++j) sum[j] = std::log(sum[j]);
   for (c = 0; c < n; ++c) {
@@ -191,9 +190,7 @@ Tensor softmax_forward(const Tensor& x_in, int64_t dim, double scale, const Mayb
   const bool rows = dim + 1 == x_in.dim();
   FASTLAYERS_CHECK(rows || !mask_in, op, "a mask is supported over the last dimension only, but dim is ", dim, " of ", x_in.dim());
   const Tensor x = made_contiguous(x_in);
-  dispatch_pair(x.scalar_type(), dtype, op, [&](auto in, auto out) {
-    using In = decltype(in);
-    using Out = decltype(out);
+  dispatch_pair(x.scalar_type(), dtype, op, [&]<typename In, typename Out>(In, Out) {
     if (!rows) {
       const In* from = pointer<const In>(x);
       Out* to = pointer<Out>(y);
@@ -224,9 +221,7 @@ Tensor softmax_backward(const Tensor& dy_in, const Tensor& y_in, int64_t dim, do
   const bool rows = dim + 1 == y_in.dim();
   FASTLAYERS_CHECK(!mask_in || (rows && mask_in->scalar_type() == ScalarType::Bool), op, "expected a boolean mask over the last dimension");
   const Tensor dy = made_contiguous(dy_in), y = made_contiguous(y_in);
-  dispatch_pair(dtype, y.scalar_type(), op, [&](auto in, auto out) {
-    using In = decltype(in);
-    using Out = decltype(out);
+  dispatch_pair(dtype, y.scalar_type(), op, [&]<typename In, typename Out>(In, Out) {
     const auto factor = static_cast<compute_t<In>>(scale);
     const Out *const g = pointer<const Out>(dy), *const p = pointer<const Out>(y);
     In* to = pointer<In>(dx);

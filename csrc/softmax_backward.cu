@@ -285,9 +285,7 @@ Tensor backward_op(const Tensor& dy_in, const Tensor& y_in, const MaybeTensor& m
   const Tensor dy = dense(dy_in), y = dense(y_in);
   const bool rows = s.inner == 1 && dim + 1 == y.dim();
   if (!rows) check_last_dim(mask, dim, y, op);
-  dispatch_pair(dtype, y.scalar_type(), op, [&](auto in, auto out) {
-    using In = decltype(in);
-    using Out = decltype(out);
+  dispatch_pair(dtype, y.scalar_type(), op, [&]<typename In, typename Out>(In, Out) {
     using A = compute_t<In>;
     if (!rows) {
       const ColumnArgs args{dy.const_data_ptr(), y.const_data_ptr(), dx.mutable_data_ptr(), 0, 0, 0, 0, scale};

@@ -397,9 +397,7 @@ Tensor forward_op(const Tensor& x_in, const MaybeTensor& mask, int64_t dim, doub
   if (s.numel() == 0) return y;
   const bool rows = s.inner == 1 && dim + 1 == x_in.dim();
   if (!rows) check_last_dim(mask, dim, x_in, op);
-  dispatch_pair(x_in.scalar_type(), dtype, op, [&](auto in, auto out) {
-    using In = decltype(in);
-    using Out = decltype(out);
+  dispatch_pair(x_in.scalar_type(), dtype, op, [&]<typename In, typename Out>(In, Out) {
     using A = compute_t<In>;
     const std::optional<int64_t> stride = rows ? row_stride(x_in, kVector<In>) : std::nullopt;
     const Tensor x = stride ? x_in : dense(x_in);

@@ -44,8 +44,7 @@ Tensor spatial_sum(const Tensor& x, const MaybeTensor& y, double factor) {
   }
   Tensor out = empty_contiguous({image.images, image.channels, 1, 1}, x.scalar_type(), x);
   if (out.numel() == 0 || x.numel() == 0) return torch::stable::zero_(out);
-  dispatch_floating(x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     using W = wide_t<A>;
     const T *px = pointer<const T>(x), *py = pointer<const T>(y);
@@ -91,8 +90,7 @@ Tensor scale_shift(const Tensor& x, const Tensor& scale_in, const Tensor& shift_
   if (out.numel() == 0) return out;
   const Dims strides = contiguous_strides(sizes);
   const Tensor scale = with_strides(scale_in, sizes, strides), shift = with_strides(shift_in, sizes, strides);
-  dispatch_floating(x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     const T *px = pointer<const T>(x), *ps = pointer<const T>(scale), *pm = pointer<const T>(shift);
     T* po = pointer<T>(out);

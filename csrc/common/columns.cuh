@@ -62,11 +62,11 @@ struct ColumnThread {
     if (!active) return;
     if constexpr (ROWS > 1) {
 #pragma unroll 1
-      for (; row + (ROWS - 1) * step < c.repeat; row += ROWS * step) f(std::integral_constant<int, ROWS>{}, row);
+      for (; row + (ROWS - 1) * step < c.repeat; row += ROWS * step) f(Number<ROWS>{}, row);
     }
     const int64_t rows = c.repeat + c.ends_within;
 #pragma unroll 1
-    for (; row < rows; row += step) f(std::integral_constant<int, 1>{}, row);
+    for (; row < rows; row += step) f(Number<1>{}, row);
   }
 
   // Adds the block's sums up, and stores them to partial [pieces, columns]; or to `sums`, where it is given, being all there is.
@@ -119,13 +119,12 @@ Tensor empty_partial(int64_t pieces, int64_t columns, const Tensor& like) {
 
 template <typename T>
 void launch_add_pieces(const Tensor& partial, void* sums, int64_t outer, int64_t pieces, int64_t columns, const Launch& launch) {
-  const auto run = [&](auto results) {
-    constexpr int kResults = decltype(results)::value;
-    add_pieces<T, kResults><<<blocks_for(outer * columns, kResults), kThreads, 0, launch.stream()>>>(
+  const auto run = [&]<int RESULTS>(Number<RESULTS>) {
+    add_pieces<T, RESULTS><<<blocks_for(outer * columns, RESULTS), kThreads, 0, launch.stream()>>>(
         static_cast<const compute_t<T>*>(partial.const_data_ptr()), static_cast<T*>(sums), outer, pieces, columns);
   };
-  if (pieces < kThreads / 8) run(std::integral_constant<int, 32>{});
-  else run(std::integral_constant<int, kSector>{});
+  if (pieces < kThreads / 8) run(Number<32>{});
+  else run(Number<kSector>{});
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -38,8 +38,7 @@ void dispatch_floating(ScalarType dtype, const char* op, F&& f) {
 // pair may also NARROW, float32 in and 16 bits out.
 template <bool NARROW = false, typename F>
 void dispatch_pair(ScalarType in, ScalarType out, const char* op, F&& f) {
-  dispatch_floating(in, op, [&](auto tag) {
-    using In = decltype(tag);
+  dispatch_floating(in, op, [&]<typename In>(In) {
     if (in == out) return f(In{}, In{});
     if constexpr (sizeof(In) == 2) {
       if (out == ScalarType::Float) return f(In{}, float{});

@@ -260,13 +260,13 @@ __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_grou
 template <int... K>
 using Built = std::integer_sequence<int, K...>;
 
-// Calls f(std::integral_constant<int, K>) for the words of a launch, one of those.
+// Calls f(Number<K>) for the words of a launch, one of those.
 template <int K, int... MORE, typename F>
 void with_words(Built<K, MORE...>, int words, F&& f) {
   if constexpr (sizeof...(MORE) > 0) {
     if (words != K) return with_words(Built<MORE...>{}, words, f);
   }
-  f(std::integral_constant<int, K>{});
+  f(Number<K>{});
 }
 
 template <int... K>

@@ -9,6 +9,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #ifdef __CUDACC__
@@ -37,6 +38,10 @@ constexpr int kMaxDims = 6;       // of a broadcast, after neighbouring dimensio
 
 using Dims = std::vector<int64_t>;
 using MaybeTensor = std::optional<Tensor>;
+
+// A whole number that is known when a kernel is compiled.
+template <int N>
+using Number = std::integral_constant<int, N>;
 
 // A part of a message: text, a whole number, or another one.
 struct Said {
