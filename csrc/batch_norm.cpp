@@ -32,14 +32,6 @@ Norm<T> norm_of(const Images& x, const MaybeTensor& residual, const MaybeTensor&
           x.values<T>(weight, 1, op, "weight"), x.values<T>(bias, 0, op, "bias")};
 }
 
-// Tasks that start at whole bytes of bits.
-template <typename F>
-void for_bytes(int64_t n, F&& f) {
-  torch::stable::parallel_for(0, (n + kMaskBits - 1) / kMaskBits, kGrain / kMaskBits, [&](int64_t first, int64_t last) {
-    f(first * kMaskBits, std::min(last * kMaskBits, n) - first * kMaskBits);
-  });
-}
-
 // Values of all channels, by columns where they are channels last.
 template <typename A>
 struct Columns {

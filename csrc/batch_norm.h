@@ -32,9 +32,6 @@ inline int64_t* counter(const MaybeTensor& t, const Tensor& x, const char* op) {
   return pointer<int64_t>(t);
 }
 
-// Bytes with a bit for each of n elements.
-inline int64_t bytes_of_bits(int64_t n) { return (n + 7) / 8; }
-
 // The residual and the results of a forward.
 struct ForwardTensors {
   Act act;

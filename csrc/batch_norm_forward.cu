@@ -341,7 +341,7 @@ bool run_in_one(ForwardArgs<compute_t<T>>& args, const Operand& x, int64_t n, co
   const MaybeTensor partial = make_partial(args, 3, x);
   // Bytes that several blocks may write are or-ed into zeros.
   const bool whole = V < 8 ? args.bits_shared : LAST ? args.grid.tail == 0 : x.plane % 8 == 0;
-  if (args.bits != nullptr && !whole) STD_CUDA_CHECK(cudaMemsetAsync(args.bits, 0, (n + 7) / 8, launch.stream()));
+  if (args.bits != nullptr && !whole) STD_CUDA_CHECK(cudaMemsetAsync(args.bits, 0, bytes_of_bits(n), launch.stream()));
   launch_kernel(kernel, {blocks, kThreads<LAST>, 0, 1, !args.direct}, launch, args);
   return true;
 }

@@ -257,24 +257,11 @@ template <typename T, bool PLAIN, typename A = compute_t<T>>
 void forward_columns(const T* x, int64_t inner, int64_t row, int64_t width, const Losses<A>& losses,
                      const Terms<A>& terms) {
   Tile<A> tile;
-  const auto add = [&]<int K>(int64_t c, Number<K>) FASTLAYERS_LANES {
-    for_parts<A>(width, [&](int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
-      Vector<A> v[K], weighted = c == 0 ? Vector<A>{} : load<A>(tile.linear + j);
-      for (int k = 0; k < K; ++k) {
-        v[k] = score_of<PLAIN, A>(lanes.load(x + (c + k) * inner + j), terms);
-        if constexpr (!PLAIN) weighted += v[k] * terms.weight_of(c + k);
-      }
-      LanesOfExponentials<A> sums;
-      if (c > 0) sums.m = load<A>(tile.m + j), sums.s = load<A>(tile.s + j);
-      sums.add(v);
-      store<A>(tile.m + j, sums.m);
-      store<A>(tile.s + j, sums.s);
-      if constexpr (!PLAIN) store<A>(tile.linear + j, weighted);
-    });
-  };
-  int64_t c = 0;
-  for (; c + 4 <= terms.classes; c += 4) add(c, Number<4>{});
-  for (; c < terms.classes; ++c) add(c, Number<1>{});
+  add_down(tile.m, tile.s, terms.classes, width, [&](int64_t c, int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
+    const Vector<A> v = score_of<PLAIN, A>(lanes.load(x + c * inner + j), terms), weighted = v * terms.weight_of(c);
+    if constexpr (!PLAIN) store<A>(tile.linear + j, c == 0 ? weighted : load<A>(tile.linear + j) + weighted);
+    return v;
+  });
   for (int64_t j = 0; j < width; ++j) {
     const int64_t t = terms.target_of(row + j);
     tile.own[j] = t < 0 ? A(0) : static_cast<A>(x[t * inner + j]);

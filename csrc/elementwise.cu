@@ -11,17 +11,17 @@ namespace {
 // Packs the V bits of each thread's word into bytes. If a word has fewer than 8 elements, lanes share a byte.
 template <int V>
 __device__ __forceinline__ void store_bits(uint8_t* bits, int64_t i, int64_t n, unsigned mine) {
-  constexpr int kSharing = kBits / V;
+  constexpr int kSharing = kMaskBits / V;
   const int lane = threadIdx.x & 31, part = lane % kSharing;
   mine <<= part * V;
 #pragma unroll
   for (int o = 1; o < kSharing; o <<= 1) mine |= __shfl_xor_sync(0xffffffffu, mine, o);
-  if (part == 0 && i < n) bits[i / kBits] = static_cast<uint8_t>(mine);
+  if (part == 0 && i < n) bits[i / kMaskBits] = static_cast<uint8_t>(mine);
 }
 
 template <int V>
 __device__ __forceinline__ unsigned load_bits(const uint8_t* bits, int64_t i, int64_t n) {
-  return i < n ? bits[i / kBits] >> (i % kBits) : 0;
+  return i < n ? bits[i / kMaskBits] >> (i % kMaskBits) : 0;
 }
 
 // The same for a word that begins anywhere in a byte.
@@ -30,7 +30,7 @@ __device__ __forceinline__ unsigned gather_bits(const uint8_t* bits, int64_t i, 
   if constexpr (WHOLE) return load_bits<V>(bits, i, n);
   unsigned kept = 0;
   unroll<V>([&](int j) {
-    if (i + j < n) kept |= (bits[(i + j) / kBits] >> ((i + j) % kBits) & 1u) << j;
+    if (i + j < n) kept |= (bits[(i + j) / kMaskBits] >> ((i + j) % kMaskBits) & 1u) << j;
   });
   return kept;
 }
@@ -322,14 +322,7 @@ __global__ void __launch_bounds__(kThreads) repeated_backward_rows(const T* __re
       sum += part;
     }
   }
-  for (int o = (a.across < 32 ? a.across : 32) >> 1; o > 0; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
-  if (a.across > 32) {
-    const int warps = a.across / 32, first = threadIdx.x / a.across * warps;
-    if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int k = 0; k < warps; ++k) sum += shared[first + k];
-  }
+  sum = across_sum(sum, shared, a.across);
   if (lane != 0 || !active) return;
   if (ds != nullptr) ds[row] = convert<T>(sum);
   else partial[row * a.pieces + piece] = sum;
@@ -444,12 +437,6 @@ std::tuple<Tensor, Tensor> add_relu_train(const Tensor& x, const Tensor& y) {
   return relu_forward_op<true, true>(x, y, std::nullopt, 0.0, "add_relu");
 }
 
-void check_bits(const Tensor& dy, const Tensor& bits, const char* op) {
-  const int64_t n = dy.numel();
-  FASTLAYERS_CHECK(bits.numel() == (n + kBits - 1) / kBits, op, "expected a bit for each of ", n, " elements, but got ",
-                   bits.numel(), " bytes");
-}
-
 // The caller passes dy with the strides of the forward's result, so that the bits match its memory order.
 Tensor relu_backward(const Tensor& dy, const Tensor& bits) {
   const int64_t n = dy.numel();
@@ -517,16 +504,13 @@ void repeated_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
       if (pieces > 1) launch_add_pieces<T>(partial, sums, outer, pieces, columns, launch);
     };
     if (columns == 1) {
-      const int64_t words = ceil_div(repeat, V), resident = 4 * static_cast<int64_t>(device_traits(launch.device()).processors);
-      RowArgs a{outer, repeat, 1, static_cast<int>(std::min<int64_t>(kThreads, next_power_of_2(ceil_div(words, 4)))), 1};
-      a.down = kThreads / a.across;
-      const int64_t row_blocks = ceil_div(outer, a.down);
-      a.pieces = std::clamp<int64_t>(resident / row_blocks, 1, std::max<int64_t>(1, words / (4 * a.across)));
+      RowArgs a{outer, repeat, 1, 1, 1};
+      const int64_t blocks = share_rows(a, outer, ceil_div(repeat, V), launch);
       Tensor partial = empty_partial<A>(a.pieces == 1 ? 0 : outer * a.pieces, 1, dy);
       A* pp = pointer<A>(partial);
       T* all = a.pieces == 1 ? sums : nullptr;
       const auto kernel = flat && repeat % V == 0 ? &repeated_backward_rows<T, true, RELU> : &repeated_backward_rows<T, false, RELU>;
-      kernel<<<blocks_for(row_blocks * a.pieces, 1), kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, all, a);
+      kernel<<<grid_of(blocks), kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, all, a);
       finish(partial, a.pieces);
     } else {
       const auto run = [&]<int W>(Number<W>) {

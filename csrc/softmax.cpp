@@ -94,23 +94,12 @@ void backward_row(In* dx, const Out* dy, const Out* y, int64_t n, A scale, const
 template <typename In, typename Out, typename A = compute_t<In>>
 void forward_columns(Out* y, const In* x, int64_t n, int64_t inner, int64_t width, A scale, bool log) {
   A most[kTile], sum[kTile];
-  const auto add = [&]<int K>(int64_t c, Number<K>) FASTLAYERS_LANES {
-    for_parts<A>(width, [&](int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
-      Vector<A> v[K];
-      for (int k = 0; k < K; ++k) v[k] = lanes.load(x + (c + k) * inner + j) * scale;
-      LanesOfExponentials<A> sums;
-      if (c > 0) sums.m = load<A>(most + j), sums.s = load<A>(sum + j);
-      sums.add(v);
-      store<A>(most + j, sums.m);
-      store<A>(sum + j, sums.s);
-    });
-  };
-  int64_t c = 0;
-  for (; c + 4 <= n; c += 4) add(c, Number<4>{});
-  for (; c < n; ++c) add(c, Number<1>{});
+  add_down(most, sum, n, width, [&](int64_t c, int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
+    return lanes.load(x + c * inner + j) * scale;
+  });
   if (log)
     for (int64_t j = 0; j < width; ++j) sum[j] = std::log(sum[j]);
-  for (c = 0; c < n; ++c) {
+  for (int64_t c = 0; c < n; ++c) {
     for_parts<A>(width, [&](int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
       const Vector<A> v = lanes.load(x + c * inner + j) * scale - load<A>(most + j), s = load<A>(sum + j);
       lanes.store(y + c * inner + j, log ? v - s : exp_below_0<A>(v) / s);

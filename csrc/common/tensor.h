@@ -36,6 +36,9 @@ using torch::stable::Tensor;
 constexpr int kVectorBytes = 16;  // the widest load and store of one thread
 constexpr int kMaxDims = 6;       // of a broadcast, after neighbouring dimensions are merged
 
+constexpr int kMaskBits = 8;      // elements to a byte of the bits that a relu keeps for its backward
+inline int64_t bytes_of_bits(int64_t n) { return (n + kMaskBits - 1) / kMaskBits; }
+
 using Dims = std::vector<int64_t>;
 using MaybeTensor = std::optional<Tensor>;
 

@@ -348,16 +348,5 @@ double sum_in_stretches(int64_t n, F&& sum) {
   return total;
 }
 
-// The larger one, NaN where either is NaN.
-template <typename A>
-FASTLAYERS_INLINE Vector<A> larger(const Vector<A>& a, const Vector<A>& b) {
-  const Vector<A> of_numbers = a > b ? a : b;
-  return a == a ? of_numbers : a + b;  // two conditions of one result GCC takes lane by lane
-}
-template <typename A>
-FASTLAYERS_INLINE A largest_of(const Vector<A>& v) {
-  return fold<A>(v, [](A a, A b) FASTLAYERS_LANES { return a > b || a != a ? a : b; });
-}
-
 }  // namespace
 }  // namespace fastlayers
