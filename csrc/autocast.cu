@@ -95,12 +95,6 @@ void check_low_precision(ScalarType dtype, const char* op) {
   FASTLAYERS_CHECK(is_low_precision(dtype), op, "expected float16 or bfloat16, but got ", toString(dtype));
 }
 
-// Whether a tensor fills its memory, in any order of its dimensions.
-bool is_dense(const Tensor& t) {
-  const Dims sizes = dims_of(t.sizes()), strides = dims_of(t.strides());
-  return same_layout(sizes, strides, dense_strides(sizes, memory_order(sizes, {&strides})));
-}
-
 // The memory of a tensor, from an element on, in another shape.
 Tensor reinterpreted(const Tensor& t, const Dims& sizes, const Dims& strides, int64_t offset = 0) {
   AtenTensorHandle handle = nullptr;
@@ -112,8 +106,6 @@ Tensor reinterpreted(const Tensor& t, const Dims& sizes, const Dims& strides, in
 Tensor matrix(const Tensor& t, int64_t rows, int64_t columns, bool transposed = false) {
   return transposed ? reinterpreted(t, {columns, rows}, {1, columns}) : reinterpreted(t, {rows, columns}, {columns, 1});
 }
-
-Tensor made_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
 Tensor nothing(const Tensor& like) { return empty_contiguous({0}, like.scalar_type(), like); }
 

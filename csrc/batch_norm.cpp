@@ -1,6 +1,8 @@
 // act(batch_norm(x) + residual) for CPU tensors, training and eval, forward and backward; what is kept is what the CUDA kernels keep
-// (batch_norm.cu). Contiguous, a channel is a plane of each image, and goes through the statistics and the result while it is in the
+// (batch_norm.cuh). Contiguous, a channel is a plane of each image, and goes through the statistics and the result while it is in the
 // cache. Channels last all pixels are rows of one matrix, whose statistics are those of its columns.
+#include "batch_norm.h"
+
 #include <cmath>
 
 #include "common/bits.h"
@@ -26,22 +28,8 @@ struct Norm {
 
 template <typename T>
 Norm<T> norm_of(const Images& x, const MaybeTensor& residual, const MaybeTensor& weight, const MaybeTensor& bias, Act act, const char* op) {
-  return {pointer<const T>(x.x), pointer<const T>(residual), x.images, x.channels, x.pixels, x.last, act,
+  return {pointer<const T>(x.x), pointer<const T>(residual), x.images, x.channels, x.plane, x.last, act,
           x.values<T>(weight, 1, op, "weight"), x.values<T>(bias, 0, op, "bias")};
-}
-
-MaybeTensor bring(const Images& x, const MaybeTensor& t, const char* op, const char* name) {
-  if (!t) return std::nullopt;
-  check_same(x.x, *t, op, name);
-  return x.bring(*t, op, name);
-}
-
-// Tasks that start at whole bytes of bits.
-template <typename F>
-void for_bytes(int64_t n, F&& f) {
-  torch::stable::parallel_for(0, (n + kMaskBits - 1) / kMaskBits, kGrain / kMaskBits, [&](int64_t first, int64_t last) {
-    f(first * kMaskBits, std::min(last * kMaskBits, n) - first * kMaskBits);
-  });
 }
 
 // Values of all channels, by columns where they are channels last.
@@ -149,61 +137,45 @@ void forward_pixels(Forward<T>& a) {
       [&](int64_t, int64_t k) { a.write(p.start(k), p.block(k), {columns.of(0), columns.of(1), columns.of(2), true}); });
 }
 
-struct Running {
-  const MaybeTensor &mean, &var, &batches;
-  double momentum;
-};
-
-std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& x_in, const MaybeTensor& residual_in, const MaybeTensor& weight,
-                                           const MaybeTensor& bias, const Running& running, double eps, int64_t act_number, bool training,
-                                           bool wants_bits, bool keep) {
+std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& x_in, const MaybeTensor& residual_in, const NormTensors& norm,
+                                           const ForwardOptions& options) {
   const Images x(x_in, op);
   const int64_t n = x.x.numel();
-  const Act act = act_of(act_number, op);
-  const bool has_bits = wants_bits && residual_in && act == Act::relu;
-  const ScalarType kept = compute_dtype(x.x);
-  Tensor y = x.empty(x.x.scalar_type());
-  Tensor stats = keep ? empty_contiguous({2, x.channels}, kept, x.x) : empty_contiguous({0}, kept, x.x);
-  Tensor bits = empty_contiguous({has_bits ? (n + kMaskBits - 1) / kMaskBits : 0}, ScalarType::Byte, x.x);
-  const MaybeTensor residual = bring(x, residual_in, op, "residual");
-  if (n == 0) return {y, stats, bits};
-  dispatch_floating(x.x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  const ForwardTensors t(x, residual_in, options, op);
+  if (n == 0) return {t.y, t.stats, t.bits};
+  dispatch_floating(x.x.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
-    Forward<T> a{norm_of<T>(x, residual, weight, bias, act, op), pointer<T>(y), has_bits ? pointer<uint8_t>(bits) : nullptr,
-                 x.values<T>(running.mean, 0, op, "running_mean"), x.values<T>(running.var, 1, op, "running_var"),
-                 training, eps, running.momentum};
+    Forward<T> a{norm_of<T>(x, t.residual, norm.weight, norm.bias, t.act, op), pointer<T>(t.y),
+                 t.has_bits ? pointer<uint8_t>(t.bits) : nullptr, x.values<T>(norm.running_mean, 0, op, "running_mean"),
+                 x.values<T>(norm.running_var, 1, op, "running_var"), options.training, options.eps, options.momentum};
     a.running_mean = a.mean, a.running_var = a.rstd;
-    if (!training)
+    if (!options.training)
       for (A& value : a.rstd) value = a.root(value);
     a.last ? forward_pixels(a) : forward_planes(a);
-    if (has_bits && !a.bytes_are_whole())
+    if (t.has_bits && !a.bytes_are_whole())
       for_bytes(n, [&](int64_t at, int64_t count) { store_bits(a.bits + at / kMaskBits, a.y + at, count); });
-    if (training && running.mean) x.write<T>(*running.mean, a.running_mean);
-    if (training && running.var) x.write<T>(*running.var, a.running_var);
-    if (!keep) return;
-    std::copy(a.mean.begin(), a.mean.end(), pointer<A>(stats));
-    std::copy(a.rstd.begin(), a.rstd.end(), pointer<A>(stats) + x.channels);
+    if (options.training && norm.running_mean) x.write<T>(*norm.running_mean, a.running_mean);
+    if (options.training && norm.running_var) x.write<T>(*norm.running_var, a.running_var);
+    if (!options.stats) return;
+    std::copy(a.mean.begin(), a.mean.end(), pointer<A>(t.stats));
+    std::copy(a.rstd.begin(), a.rstd.end(), pointer<A>(t.stats) + x.channels);
   });
-  if (running.batches) {
-    FASTLAYERS_CHECK(running.batches->scalar_type() == ScalarType::Long && running.batches->numel() == 1, op,
-                     "expected batches to be one int64");
-    ++*pointer<int64_t>(*running.batches);
-  }
-  return {y, stats, bits};
+  if (int64_t* const batches = counter(norm.batches, x.x, op)) ++*batches;
+  return {t.y, t.stats, t.bits};
 }
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_train(const Tensor& x, const MaybeTensor& running_mean, const MaybeTensor& running_var,
                                                     const MaybeTensor& weight, const MaybeTensor& bias, double momentum, double eps,
                                                     const MaybeTensor& residual, int64_t act, bool bits, const MaybeTensor& batches) {
-  return forward("batch_norm_train", x, residual, weight, bias, {running_mean, running_var, batches, momentum}, eps, act, true, bits, true);
+  return forward("batch_norm_train", x, residual, {weight, bias, running_mean, running_var, batches},
+                 {momentum, eps, act, true, bits, true});
 }
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_eval(const Tensor& x, const Tensor& running_mean, const Tensor& running_var,
                                                    const MaybeTensor& weight, const MaybeTensor& bias, double eps,
                                                    const MaybeTensor& residual, int64_t act, bool bits, bool keep) {
   const MaybeTensor mean = running_mean, var = running_var, none;
-  return forward("batch_norm_eval", x, residual, weight, bias, {mean, var, none, 0}, eps, act, false, bits, keep);
+  return forward("batch_norm_eval", x, residual, {weight, bias, mean, var, none}, {0, eps, act, false, bits, keep});
 }
 
 void channel_bias_act_(const Tensor& x_in, const Tensor& bias, const MaybeTensor& residual_in, int64_t act_number) {
@@ -213,8 +185,7 @@ void channel_bias_act_(const Tensor& x_in, const Tensor& bias, const MaybeTensor
   const Act act = act_of(act_number, op);
   const MaybeTensor residual = bring(x, residual_in, op, "residual");
   if (x.x.numel() == 0) return;
-  dispatch_floating(x.x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.x.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     Forward<T> a{norm_of<T>(x, residual, std::nullopt, bias, act, op), pointer<T>(x.x), nullptr,
                  std::vector<A>(x.channels, A(0)), std::vector<A>(x.channels, A(1))};
@@ -335,35 +306,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& dy_
   const char* op = "batch_norm_backward";
   const Images x(x_in, op);
   const int64_t n = x.x.numel(), channels = x.channels;
-  const ScalarType dtype = x.x.scalar_type();
-  const Act act = act_of(act_number, op);
-  const Tensor dy = *bring(x, dy_in, op, "dy");
-  const bool has_bits = bits && bits->numel() > 0;
-  FASTLAYERS_CHECK(!has_bits || (act == Act::relu && bits->numel() == (n + kMaskBits - 1) / kMaskBits), op,
-                   "expected bits with relu only, one for each of ", n, " elements");
-  FASTLAYERS_CHECK(stats.numel() == 2 * channels && stats.is_contiguous() && stats.scalar_type() == compute_dtype(dtype), op,
-                   "expected stats of [2, ", channels, "], contiguous, of dtype ", toString(compute_dtype(dtype)));
-  const bool has_residual = residual_in && !has_bits && act != Act::none;
-  const MaybeTensor residual = has_residual ? bring(x, residual_in, op, "residual") : std::nullopt;
-  const ScalarType param_dtype = weight ? weight->scalar_type() : compute_dtype(dtype);
-  Tensor dx = x.empty(dtype), dresidual = want_dresidual ? x.empty(dtype) : empty_contiguous({0}, dtype, x.x);
-  Tensor dweight = empty_contiguous({channels}, param_dtype, x.x), dbias = empty_contiguous({channels}, param_dtype, x.x);
-  if (n == 0) {
-    torch::stable::zero_(dweight);
-    torch::stable::zero_(dbias);
-    return {dx, dresidual, dweight, dbias};
-  }
-  dispatch_floating(dtype, op, [&](auto zero) {
-    using T = decltype(zero);
+  const BackwardTensors t(x, dy_in, weight, stats, residual_in, bits, act_number, want_dresidual, op);
+  if (n == 0) return {t.dx, t.dresidual, t.dweight, t.dbias};
+  dispatch_floating(x.x.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     using Word = word_t<T>;
-    const bool first_pass_writes = has_bits || has_residual || want_dresidual || keeps_gradient<T>(act);
-    T* const dz = want_dresidual ? pointer<T>(dresidual) : pointer<T>(dx);  // which the second pass overwrites in place
+    const bool first_pass_writes = t.has_bits || t.residual || want_dresidual || keeps_gradient<T>(t.act);
+    T* const dz = want_dresidual ? pointer<T>(t.dresidual) : pointer<T>(t.dx);  // which the second pass overwrites in place
     const A* mean = pointer<const A>(stats);
-    Backward<T> a{norm_of<T>(x, residual, weight, bias, act, op), pointer<const T>(dy), first_pass_writes ? dz : nullptr, pointer<T>(dx),
-                  has_bits ? pointer<const uint8_t>(*bits) : nullptr, training, mean, mean + channels, std::vector<A>(channels),
+    Backward<T> a{norm_of<T>(x, t.residual, weight, bias, t.act, op), pointer<const T>(t.dy), first_pass_writes ? dz : nullptr, pointer<T>(t.dx),
+                  t.has_bits ? pointer<const uint8_t>(*bits) : nullptr, training, mean, mean + channels, std::vector<A>(channels),
                   std::vector<A>(channels), std::vector<Sums<A>>(channels)};
-    if (has_bits && !a.bytes_are_whole()) {
+    if (t.has_bits && !a.bytes_are_whole()) {
       for_bytes(n, [&](int64_t at, int64_t count) {
         gate(reinterpret_cast<Word*>(dz + at), reinterpret_cast<const Word*>(a.dy + at), a.bits + at / kMaskBits, count);
       });
@@ -374,10 +328,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& dy_
       of_weight[c] = static_cast<A>(a.sums[c].dz_x * a.rstd[c]);
       of_bias[c] = static_cast<A>(a.sums[c].dz);
     }
-    x.write<T>(dweight, of_weight);
-    x.write<T>(dbias, of_bias);
+    x.write<T>(t.dweight, of_weight);
+    x.write<T>(t.dbias, of_bias);
   });
-  return {dx, dresidual, dweight, dbias};
+  return {t.dx, t.dresidual, t.dweight, t.dbias};
 }
 
 }  // namespace

@@ -77,8 +77,7 @@ Tensor bias_act_forward(const Tensor& x_in, const MaybeTensor& bias_in, int64_t 
   const int64_t elements = out.numel();
   if (elements == 0) return with_strides(out, operand.sizes, operand.torch_strides);
   const MaybeTensor bias = dense(bias_in);
-  dispatch_floating(x_in.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x_in.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     const T *x = pointer<const T>(operand.x), *b = pointer<const T>(bias);
     T* to = pointer<T>(out);
@@ -152,8 +151,7 @@ std::tuple<Tensor, Tensor> bias_act_backward(const Tensor& dy_in, const Tensor& 
     if (dbias) torch::stable::zero_(db);
     return {dx, db};
   }
-  dispatch_floating(x_in.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x_in.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     const T *g = pointer<const T>(dy), *x = pointer<const T>(operand.x), *b = pointer<const T>(bias);
     T* to = pointer<T>(dx);

@@ -27,8 +27,7 @@ __global__ void __launch_bounds__(kThreads) bias_act_forward(const T* __restrict
                                                              ActParameters<compute_t<T>> p) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
-  for_block<T, kForwardWords>(is_aligned, n, [&](auto words, int first) {
-    constexpr int U = words.value;
+  for_block<T, kForwardWords>(is_aligned, n, [&]<int U>(Number<U>, int first) {
     constexpr bool WHOLE = U > 1;
     Vec<T, V> w[U];
     [[maybe_unused]] Vec<T, V> b[U];
@@ -66,8 +65,7 @@ __global__ void __launch_bounds__(kThreads) act_backward(const T* __restrict__ d
                                                          bool is_aligned, Act act, ActParameters<compute_t<T>> p) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
-  for_block<T, kBackwardWords>(is_aligned, n, [&](auto words, int first) {
-    constexpr int U = words.value;
+  for_block<T, kBackwardWords>(is_aligned, n, [&]<int U>(Number<U>, int first) {
     constexpr bool WHOLE = U > 1;
     Vec<T, V> wg[U], wx[U];
     unroll<U>([&](int u) {
@@ -107,8 +105,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
     });
   }
   const auto nothing = static_cast<unsigned>(n >> 62);
-  me.template for_rows<kBackwardRows<ACT, KEEP>>(c, [&](auto count, int64_t row) {
-    constexpr int U = count.value;
+  me.template for_rows<kBackwardRows<ACT, KEEP>>(c, [&]<int U>(Number<U>, int64_t row) {
     const int64_t first = row * c.columns + me.column;
     const bool whole = U > 1 || first + V <= n;
     Vec<T, V> wg[U], wx[U];
@@ -158,18 +155,15 @@ Tensor bias_act_forward_op(const Tensor& x_in, const MaybeTensor& bias_in, int64
   Tensor out = operand.empty();
   const int64_t n = out.numel();
   if (n == 0) return with_strides(out, operand.sizes, operand.torch_strides);
-  MaybeTensor bias;
-  if (bias_in) bias = bias_in->is_contiguous() ? *bias_in : torch::stable::contiguous(*bias_in);
-  dispatch_floating(x_in.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  const MaybeTensor bias = made_contiguous(bias_in);
+  dispatch_floating(x_in.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     const T* px = pointer<const T>(operand.x);
     const T* pb = pointer<const T>(bias);
     T* po = pointer<T>(out);
     const ActParameters<A> p{static_cast<A>(first), static_cast<A>(second)};
-    with_compiled<T>(act, [&](auto compiled) {
-      constexpr Act kAct = decltype(compiled)::value;
-      const auto plain = &bias_act_forward<T, kAct, false>, biased = &bias_act_forward<T, kAct, true>;
+    with_compiled<T>(act, [&]<Act CHOSEN>(std::integral_constant<Act, CHOSEN>) {
+      const auto plain = &bias_act_forward<T, CHOSEN, false>, biased = &bias_act_forward<T, CHOSEN, true>;
       if (!bias) return launch_flat<T, kForwardWords>(plain, n, launch, px, pb, po, n, aligned(px), false, Rows(), act, p);
       const bool words = operand.columns % kVector<T> == 0 && aligned(pb);
       for_rows(operand.rows, operand.columns, [&](int64_t row, int64_t share, const Rows& rows) {
@@ -191,8 +185,7 @@ std::tuple<Tensor, Tensor, MaybeTensor> bias_act_gradients(const Tensor& dy_in, 
   const Act act = act_of(act_in, op, kActs);
   check_same_shape(x_in, dy_in, op, "dy");
   const bool sums = dbias || bias_in;
-  MaybeTensor bias;
-  if (bias_in) bias = torch::stable::contiguous(*bias_in);
+  const MaybeTensor bias = made_contiguous(bias_in);
   const Launch launch(x_in);
   FASTLAYERS_CHECK(!dbias || x_in.dim() > 0, op, "a tensor with no dimensions has no bias");
   const bool wide = dtype && *dtype != x_in.scalar_type();
@@ -212,8 +205,7 @@ std::tuple<Tensor, Tensor, MaybeTensor> bias_act_gradients(const Tensor& dy_in, 
     if (dbias) torch::stable::zero_(db);
     return {dx, db, activated};
   }
-  dispatch_floating(x_in.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x_in.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     constexpr int V = kVector<T>;
     const T* pg = pointer<const T>(dy);
@@ -230,17 +222,16 @@ std::tuple<Tensor, Tensor, MaybeTensor> bias_act_gradients(const Tensor& dy_in, 
       return;
     }
     const int64_t width = operand.columns;
-    const auto run = [&](auto vector, int64_t rows_at_once) {
-      constexpr int W = decltype(vector)::value;
+    const auto run = [&]<int W>(Number<W>, int64_t rows_at_once) {
       Columns c = Columns::plan<A>(operand.rows / rows_at_once, width * rows_at_once, W, launch.device());
       c.ends_within = operand.rows % rows_at_once != 0;
       const int64_t pieces = c.pieces * rows_at_once;
       T* sums = pieces == 1 && dbias && !wide ? pointer<T>(db) : nullptr;
       Tensor partial = empty_partial<A>(sums ? 0 : pieces, width, dy);
       A* pp = pointer<A>(partial);
-      with_compiled<T, (W > 1)>(act, [&](auto compiled) {
-        constexpr Act kAct = decltype(compiled)::value;
-        const auto kernel = py ? &bias_act_backward_columns<T, W, kAct, true> : &bias_act_backward_columns<T, W, kAct, false>;
+      constexpr bool WORDS = W > 1;
+      with_compiled<T, WORDS>(act, [&]<Act CHOSEN>(std::integral_constant<Act, CHOSEN>) {
+        const auto kernel = py ? &bias_act_backward_columns<T, W, CHOSEN, true> : &bias_act_backward_columns<T, W, CHOSEN, false>;
         const LaunchShape shape{c.blocks(), c.threads(), c.shared<A>(W)};
         launch_kernel(kernel, shape, launch, pg, px, pb, pd, py, pp, sums, n, width, c, act, p);
       });
@@ -248,8 +239,8 @@ std::tuple<Tensor, Tensor, MaybeTensor> bias_act_gradients(const Tensor& dy_in, 
       if (wide) launch_add_pieces<A>(partial, db.mutable_data_ptr(), 1, pieces, width, launch);
       else launch_add_pieces<T>(partial, db.mutable_data_ptr(), 1, pieces, width, launch);
     };
-    if (flat) run(std::integral_constant<int, V>{}, V / std::gcd<int64_t>(V, width));
-    else run(std::integral_constant<int, 1>{}, 1);
+    if (flat) run(Number<V>{}, V / std::gcd<int64_t>(V, width));
+    else run(Number<1>{}, 1);
   });
   return {dx, db, activated};
 }

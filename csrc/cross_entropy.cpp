@@ -1,4 +1,4 @@
-// cross_entropy of logits and classes for CPU tensors. As on a GPU (cross_entropy.cu, which explains what is kept) the forward reads the
+// cross_entropy of logits and classes for CPU tensors. As on a GPU (cross_entropy.cuh, which explains what is kept) the forward reads the
 // logits once, online, and the backward reads them once and writes their gradient, where torch writes log_softmax, reads it again and
 // fills a tensor of zeros of its size. Ignored rows are not read. A chunk of linear_cross_entropy computes the gradient of a row while
 // the row is in the cache.
@@ -6,23 +6,17 @@
 //   rows     classes are contiguous: vectors go along a row.
 //   columns  classes are strided: vectors go across the rows, some hundred of them at a time. Of few classes a vector would be mostly
 //            empty along a row, so that a tile of rows is transposed first.
-#include "vector_softmax.h"
+#include "cross_entropy.h"
+
+#include "vector_logits.h"
 
 namespace fastlayers::cross_entropy {
 namespace {
 
-constexpr int64_t kTile = 512;  // rows at a time where classes are strided: their sums stay in the first-level cache
 constexpr int64_t kFewClasses = 32;
 constexpr int64_t kFewRows = 128;      // of a transposed tile
 constexpr int64_t kFewStride = 128 + 16;  // of its classes: as a power of two it would be their distance in the cache
 constexpr int64_t kFewColumns = 128;  // in so few neighbouring rows the last vector, which is not whole, takes its time
-
-enum class Reduction : int { none, mean, sum };
-
-struct Options {
-  int64_t ignore_index;
-  double label_smoothing, softcap, z_loss;
-};
 
 // ---- scalars of a dtype that only the host knows ------------------------------------------------------------------------
 
@@ -263,25 +257,11 @@ template <typename T, bool PLAIN, typename A = compute_t<T>>
 void forward_columns(const T* x, int64_t inner, int64_t row, int64_t width, const Losses<A>& losses,
                      const Terms<A>& terms) {
   Tile<A> tile;
-  const auto add = [&](int64_t c, auto count) FASTLAYERS_LANES {
-    constexpr int K = decltype(count)::value;
-    for_parts<A>(width, [&](int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
-      Vector<A> v[K], weighted = c == 0 ? Vector<A>{} : load<A>(tile.linear + j);
-      for (int k = 0; k < K; ++k) {
-        v[k] = score_of<PLAIN, A>(lanes.load(x + (c + k) * inner + j), terms);
-        if constexpr (!PLAIN) weighted += v[k] * terms.weight_of(c + k);
-      }
-      LanesOfExponentials<A> sums;
-      if (c > 0) sums.m = load<A>(tile.m + j), sums.s = load<A>(tile.s + j);
-      sums.add(v);
-      store<A>(tile.m + j, sums.m);
-      store<A>(tile.s + j, sums.s);
-      if constexpr (!PLAIN) store<A>(tile.linear + j, weighted);
-    });
-  };
-  int64_t c = 0;
-  for (; c + 4 <= terms.classes; c += 4) add(c, std::integral_constant<int, 4>{});
-  for (; c < terms.classes; ++c) add(c, std::integral_constant<int, 1>{});
+  add_down(tile.m, tile.s, terms.classes, width, [&](int64_t c, int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
+    const Vector<A> v = score_of<PLAIN, A>(lanes.load(x + c * inner + j), terms), weighted = v * terms.weight_of(c);
+    if constexpr (!PLAIN) store<A>(tile.linear + j, c == 0 ? weighted : load<A>(tile.linear + j) + weighted);
+    return v;
+  });
   for (int64_t j = 0; j < width; ++j) {
     const int64_t t = terms.target_of(row + j);
     tile.own[j] = t < 0 ? A(0) : static_cast<A>(x[t * inner + j]);
@@ -376,80 +356,29 @@ double divisor_of(const Terms<A>& terms, int64_t rows) {
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
-// (N, C, ...) or (C,) as outer × classes × inner.
-struct Logits {
-  Tensor x;
-  int64_t outer = 1, n = 1, inner = 1;
-  bool rows = true;         // classes are contiguous
-  bool class_last = false;  // in the gradient too, which has the strides of x
-  int64_t stride = 0;       // of the rows
+int64_t class_stride(const Logits& logits) { return logits.rows ? 1 : logits.inner; }
+// Whether tiles are transposed.
+bool has_few(const Logits& logits) { return logits.n <= kFewClasses && (logits.rows || logits.inner < kFewColumns); }
 
-  Logits(const Tensor& given, const char* op) : x(given) {
-    const Dims sizes = dims_of(given.sizes()), strides = dims_of(given.strides());
-    const size_t dims = sizes.size(), c = dims == 1 ? 0 : 1;
-    FASTLAYERS_CHECK(dims > 0, op, "expected logits of one dimension or more");
-    if (c == 1) outer = sizes[0];
-    stride = n = sizes[c];
-    for (size_t d = 2; d < dims; ++d) inner *= sizes[d];
-    if (inner == 1) {
-      if (strides[c] != 1 && n != 1) x = torch::stable::contiguous(given);
-      else if (c == 1) stride = strides[0];
-      return;
-    }
-    if (!given.is_contiguous()) {
-      int64_t next = n;
-      class_last = strides[1] == 1;
-      for (size_t i = 0; i < dims - 1; ++i) {
-        const size_t d = i == dims - 2 ? 0 : dims - 1 - i;
-        class_last &= sizes[d] == 1 || strides[d] == next;
-        next *= sizes[d];
-      }
-      if (class_last) return;
-      x = torch::stable::contiguous(given);
-    }
-    rows = false;
-  }
-
-  int64_t count() const { return outer * inner; }
-  int64_t class_stride() const { return rows ? 1 : inner; }
-  // Whether tiles are transposed.
-  bool few() const { return n <= kFewClasses && (rows || inner < kFewColumns); }
-
-  Tensor empty_gradient() const {
-    const Dims sizes = dims_of(x.sizes());
-    return empty_strided(sizes, class_last ? dims_of(x.strides()) : contiguous_strides(sizes), x.scalar_type(), x);
-  }
-
-  // f(first, last) for some of the rows.
-  template <typename F>
-  void for_rows(F&& f) const {
-    torch::stable::parallel_for(0, count(), std::max<int64_t>(1, kGrain / n), f);
-  }
-  // f(row, width) for a tile of rows of few classes.
-  template <typename F>
-  void for_few(F&& f) const {
-    const int64_t tiles = (count() + kFewRows - 1) / kFewRows;
-    torch::stable::parallel_for(0, tiles, std::max<int64_t>(1, kGrain / (n * kFewRows)), [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) f(i * kFewRows, std::min(kFewRows, count() - i * kFewRows));
-    });
-  }
-  // The place of the first logit of row + j, for rows that have a stride or lie between each other's classes.
-  auto places(int64_t row, int64_t row_stride) const {
-    return [=, this](int64_t j) { return rows ? (row + j) * row_stride : (row + j) / inner * n * inner + (row + j) % inner; };
-  }
-  // f(row, the place of its first logit, width) for a tile of rows.
-  template <typename F>
-  void for_tiles(F&& f) const {
-    const int64_t tiles = (inner + kTile - 1) / kTile;
-    const int64_t grain = std::max<int64_t>(1, kGrain / (n * std::min(inner, kTile)));
-    torch::stable::parallel_for(0, outer * tiles, grain, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) {
-        const int64_t at = i % tiles * kTile, o = i / tiles;
-        f(o * inner + at, o * n * inner + at, std::min(kTile, inner - at));
-      }
-    });
-  }
-};
+// f(first, last) for some of the rows.
+template <typename F>
+void for_rows(const Logits& logits, F&& f) {
+  torch::stable::parallel_for(0, logits.count(), std::max<int64_t>(1, kGrain / logits.n), f);
+}
+// f(row, width) for a tile of rows of few classes.
+template <typename F>
+void for_few(const Logits& logits, F&& f) {
+  const int64_t rows = logits.count(), tiles = (rows + kFewRows - 1) / kFewRows;
+  torch::stable::parallel_for(0, tiles, std::max<int64_t>(1, kGrain / (logits.n * kFewRows)), [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) f(i * kFewRows, std::min(kFewRows, rows - i * kFewRows));
+  });
+}
+// The place of the first logit of row + j, for rows that have a stride or lie between each other's classes.
+auto places(const Logits& logits, int64_t row, int64_t row_stride) {
+  return [=, rows = logits.rows, n = logits.n, inner = logits.inner](int64_t j) {
+    return rows ? (row + j) * row_stride : (row + j) / inner * n * inner + (row + j) % inner;
+  };
+}
 
 // The terms of a loss, with the contiguous targets that they point to.
 template <typename A>
@@ -458,25 +387,21 @@ struct Context {
   Terms<A> terms;
 
   Context(const Tensor& given, const MaybeTensor& weight, const Options& o, int64_t rows, int64_t classes, const Tensor& x, const char* op)
-      : target(given.is_contiguous() ? given : torch::stable::contiguous(given)) {
-    FASTLAYERS_CHECK(given.scalar_type() == ScalarType::Long && !given.is_cuda(), op, "expected classes as int64 on the logits' device");
+      : target(checked_target(given, rows, x, op)) {
     FASTLAYERS_CHECK(classes > 0 && classes <= INT32_MAX, op, "cannot take logits of ", classes, " classes");
-    FASTLAYERS_CHECK(given.numel() == rows, op, given.numel(), " classes for ", rows, " rows");
-    terms = {pointer<const int64_t>(target), nullptr, static_cast<A>(classes), o.ignore_index, classes,
+    terms = {pointer<const int64_t>(target), checked_weight<A>(weight, classes, x, op), static_cast<A>(classes), o.ignore_index, classes,
              static_cast<A>(o.label_smoothing), static_cast<A>(o.softcap), static_cast<A>(o.z_loss)};
     if (count_wrong(terms.target, rows, o.ignore_index, classes) > 0) {
       const int64_t* wrong = terms.target;
       while (*wrong == o.ignore_index || (*wrong >= 0 && *wrong < classes)) ++wrong;
       FASTLAYERS_CHECK(false, op, "Target ", *wrong, " is out of bounds.");
     }
-    if (!weight) return;
-    FASTLAYERS_CHECK(weight->scalar_type() == compute_dtype(x) && weight->is_contiguous() && weight->numel() == classes, op,
-                     "expected a contiguous weight of ", classes, " classes in the dtype of the computation");
-    terms.weight = pointer<const A>(*weight);
+    if (terms.weight == nullptr) return;
     terms.all_weights = static_cast<A>(sum_in_stretches(classes, [&](int64_t first, int64_t last) -> double {
       return sum_stretch<A>(terms.weight + first, last - first);
     }));
   }
+  explicit Context(const Call& call) : Context(call.target, call.weight, call.options, call.rows(), call.logits.n, call.logits.x, call.op) {}
 
   // f(std::true_type) where there is neither softcap nor label smoothing, unless kernels of A are compact.
   template <typename F>
@@ -487,137 +412,90 @@ struct Context {
   }
 };
 
-// stats: the base of the level of each row, then the rests, then the divisor of a mean, and the sum of the weight.
-std::tuple<Tensor, Tensor> cross_entropy_forward(const Tensor& x_in, const Tensor& target, const MaybeTensor& weight, int64_t ignore_index,
-                                                 int64_t reduction_code, double label_smoothing, double softcap, double z_loss,
-                                                 ScalarType dtype) {
-  const char* op = "cross_entropy_forward";
-  const Logits logits(x_in, op);
-  const auto reduction = static_cast<Reduction>(reduction_code);
-  const bool each_row = reduction == Reduction::none;
-  const int64_t rows = logits.count();
-  FASTLAYERS_CHECK(rows > 0 && logits.n > 0, op, "nothing to compute");
-  const ScalarType wide = compute_dtype(x_in);
-  Tensor loss = each_row ? empty_contiguous(dims_of(target.sizes()), dtype, x_in) : empty_contiguous({}, dtype, x_in);
-  Tensor stats = empty_contiguous({2 * rows + 2}, wide, x_in);
-  Tensor losses = each_row ? loss : empty_contiguous({rows}, wide, x_in);
-  dispatch_floating(x_in.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+void write_losses(const Call& call, const Tensor& losses, const Tensor& stats, const Tensor& loss) {
+  const Logits& logits = call.logits;
+  const int64_t rows = call.rows();
+  dispatch_floating(logits.x.scalar_type(), call.op, [&]<typename T>(T) {
     using A = compute_t<T>;
-    const Context<A> context(target, weight, {ignore_index, label_smoothing, softcap, z_loss}, rows, logits.n, x_in, op);
+    const Context<A> context(call);
     const Terms<A>& terms = context.terms;
     A* numbers = pointer<A>(stats);
     const T* x = pointer<const T>(logits.x);
     const Losses<A> to{losses.mutable_data_ptr(), losses.scalar_type(), numbers, rows};
-    context.with_plain([&](auto plain) {
-      constexpr bool PLAIN = decltype(plain)::value;
-      if (logits.few())
-        logits.for_few([&](int64_t row, int64_t width) {
+    context.with_plain([&]<bool PLAIN>(std::bool_constant<PLAIN>) {
+      if (has_few(logits))
+        for_few(logits, [&](int64_t row, int64_t width) {
           Transposed<T> tile;
-          tile.read(x, logits.n, logits.class_stride(), width, logits.places(row, logits.stride));
+          tile.read(x, logits.n, class_stride(logits), width, places(logits, row, logits.stride));
           forward_columns<T, PLAIN>(tile.values, kFewStride, row, width, to, terms);
         });
       else if (logits.rows)
-        logits.for_rows([&](int64_t first, int64_t last) { forward_rows<T, PLAIN>(x, logits.stride, to, terms, first, last); });
+        for_rows(logits, [&](int64_t first, int64_t last) { forward_rows<T, PLAIN>(x, logits.stride, to, terms, first, last); });
       else
-        logits.for_tiles([&](int64_t row, int64_t place, int64_t width) {
+        for_tiles(logits, [&](int64_t row, int64_t place, int64_t width) {
           forward_columns<T, PLAIN>(x + place, logits.inner, row, width, to, terms);
         });
     });
     numbers[2 * rows] = A(1);
     numbers[2 * rows + 1] = terms.all_weights;
-    if (each_row) return;
+    if (call.each_row()) return;
     const A* parts = pointer<const A>(losses);
     double sum = sum_in_stretches(rows, [&](int64_t first, int64_t last) -> double { return sum_stretch<A>(parts + first, last - first); });
-    if (reduction == Reduction::mean) {
+    if (call.reduction == Reduction::mean) {
       const double divisor = divisor_of(terms, rows);
       numbers[2 * rows] = static_cast<A>(divisor);
       sum /= divisor;
     }
-    store_scalar(loss.mutable_data_ptr(), 0, dtype, static_cast<A>(sum));
+    store_scalar(loss.mutable_data_ptr(), 0, loss.scalar_type(), static_cast<A>(sum));
   });
-  return {loss, stats};
 }
 
-void backward_into(Tensor& dx, const Tensor& dy_in, const Logits& logits, const Tensor& target, const MaybeTensor& weight,
-                   const Tensor& stats, int64_t reduction_code, const Options& options, const char* op) {
-  const int64_t rows = logits.count();
-  const bool each_row = static_cast<Reduction>(reduction_code) == Reduction::none;
-  FASTLAYERS_CHECK(dy_in.numel() == (each_row ? rows : 1) && stats.numel() == 2 * rows + 2, op,
-                   "dy or stats of another size than the forward's");
-  FASTLAYERS_CHECK(stats.scalar_type() == compute_dtype(logits.x) && stats.is_contiguous(), op, "expected the stats of the forward");
-  const Tensor dy = dy_in.is_contiguous() ? dy_in : torch::stable::contiguous(dy_in);
-  dispatch_floating(logits.x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+void write_gradient(const Call& call, const Tensor& dy, const Tensor& stats, const Tensor& dx) {
+  const Logits& logits = call.logits;
+  const int64_t rows = call.rows();
+  dispatch_floating(logits.x.scalar_type(), call.op, [&]<typename T>(T) {
     using A = compute_t<T>;
-    const Context<A> context(target, weight, options, rows, logits.n, logits.x, op);
+    const Context<A> context(call);
     const Terms<A>& terms = context.terms;
     const A* numbers = pointer<const A>(stats);
-    const Scale<A> scale{dy.const_data_ptr(), dy.scalar_type(), each_row, numbers[2 * rows]};
+    const Scale<A> scale{dy.const_data_ptr(), dy.scalar_type(), call.each_row(), numbers[2 * rows]};
     const T* x = pointer<const T>(logits.x);
     T* to = pointer<T>(dx);
     const int64_t stride = to == x ? logits.stride : logits.n;
-    context.with_plain([&](auto plain) {
-      constexpr bool PLAIN = decltype(plain)::value;
-      if (logits.few())
-        logits.for_few([&](int64_t row, int64_t width) {
+    context.with_plain([&]<bool PLAIN>(std::bool_constant<PLAIN>) {
+      if (has_few(logits))
+        for_few(logits, [&](int64_t row, int64_t width) {
           Transposed<T> tile;
-          tile.read(x, logits.n, logits.class_stride(), width, logits.places(row, logits.stride));
+          tile.read(x, logits.n, class_stride(logits), width, places(logits, row, logits.stride));
           backward_columns<T, PLAIN>(tile.values, tile.values, kFewStride, row, width, numbers, rows, scale, terms);
-          tile.write(to, logits.n, logits.class_stride(), width, logits.places(row, stride));
+          tile.write(to, logits.n, class_stride(logits), width, places(logits, row, stride));
         });
       else if (logits.rows)
-        logits.for_rows([&](int64_t first, int64_t last) {
+        for_rows(logits, [&](int64_t first, int64_t last) {
           backward_rows<T, PLAIN>(to, stride, x, logits.stride, numbers, rows, scale, terms, first, last);
         });
       else
-        logits.for_tiles([&](int64_t row, int64_t place, int64_t width) {
+        for_tiles(logits, [&](int64_t row, int64_t place, int64_t width) {
           backward_columns<T, PLAIN>(to + place, x + place, logits.inner, row, width, numbers, rows, scale, terms);
         });
     });
   });
 }
 
-Tensor cross_entropy_backward(const Tensor& dy, const Tensor& x, const Tensor& target, const MaybeTensor& weight, const Tensor& stats,
-                              int64_t ignore_index, int64_t reduction, double label_smoothing, double softcap, double z_loss) {
-  const char* op = "cross_entropy_backward";
-  const Logits logits(x, op);
-  Tensor dx = logits.empty_gradient();
-  backward_into(dx, dy, logits, target, weight, stats, reduction, {ignore_index, label_smoothing, softcap, z_loss}, op);
-  return dx;
-}
-
-void cross_entropy_backward_(const Tensor& dy, Tensor x, const Tensor& target, const MaybeTensor& weight, const Tensor& stats,
-                             int64_t ignore_index, int64_t reduction, double label_smoothing, double softcap, double z_loss) {
-  const char* op = "cross_entropy_backward_";
-  FASTLAYERS_CHECK(x.is_contiguous(), op, "expected contiguous logits");
-  backward_into(x, dy, Logits(x, op), target, weight, stats, reduction, {ignore_index, label_smoothing, softcap, z_loss}, op);
-}
-
 Tensor cross_entropy_chunk_(Tensor logits, const Tensor& target, const MaybeTensor& weight, int64_t ignore_index, double label_smoothing,
                             double softcap, double z_loss, const MaybeTensor& grad_scale, bool want_grad, int64_t columns) {
   const char* op = "cross_entropy_chunk_";
-  FASTLAYERS_CHECK(logits.dim() == 2 && logits.is_contiguous() && columns > 0 && columns <= logits.size(1), op,
-                   "expected a contiguous matrix of ", columns, " columns or more");
+  check_chunk(logits, columns, grad_scale, op);
   const int64_t rows = logits.size(0), padded = logits.size(1);
   const ScalarType wide = compute_dtype(logits);
   Tensor losses = empty_contiguous({rows}, wide, logits);
   if (rows == 0) return losses;
-  dispatch_floating(logits.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(logits.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     const Context<A> context(target, weight, {ignore_index, label_smoothing, softcap, z_loss}, rows, columns, logits, op);
-    Scale<A> scale{nullptr, wide, false, A(1)};
-    if (grad_scale) {
-      FASTLAYERS_CHECK(grad_scale->scalar_type() == wide && grad_scale->is_contiguous() &&
-                           (grad_scale->numel() == 1 || grad_scale->numel() == rows),
-                       op, "expected a contiguous grad_scale of one element or one for each row, in ", toString(wide));
-      scale.data = grad_scale->const_data_ptr();
-      scale.each_row = grad_scale->numel() > 1;
-    }
+    const Scale<A> scale{pointer<const void>(grad_scale), wide, grad_scale && grad_scale->numel() > 1, A(1)};
     const Losses<A> to{losses.mutable_data_ptr(), wide, nullptr, rows};
-    context.with_plain([&](auto plain) {
-      constexpr bool PLAIN = decltype(plain)::value;
+    context.with_plain([&]<bool PLAIN>(std::bool_constant<PLAIN>) {
       torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kGrain / padded), [&](int64_t first, int64_t last) {
         if (want_grad) chunk_rows<T, PLAIN>(pointer<T>(logits), padded, to, scale, context.terms, first, last);
         else forward_rows<T, PLAIN>(pointer<const T>(logits), padded, to, context.terms, first, last);
@@ -631,8 +509,9 @@ Tensor cross_entropy_chunk_(Tensor logits, const Tensor& target, const MaybeTens
 }  // namespace fastlayers::cross_entropy
 
 FASTLAYERS_CPU_KERNELS(cross_entropy, m) {
-  m.impl("cross_entropy_forward", TORCH_BOX(&fastlayers::cross_entropy::cross_entropy_forward));
-  m.impl("cross_entropy_backward", TORCH_BOX(&fastlayers::cross_entropy::cross_entropy_backward));
-  m.impl("cross_entropy_backward_", TORCH_BOX(&fastlayers::cross_entropy::cross_entropy_backward_));
-  m.impl("cross_entropy_chunk_", TORCH_BOX(&fastlayers::cross_entropy::cross_entropy_chunk_));
+  using namespace fastlayers::cross_entropy;
+  m.impl("cross_entropy_forward", TORCH_BOX(&fastlayers::cross_entropy_forward_op<write_losses>));
+  m.impl("cross_entropy_backward", TORCH_BOX(&fastlayers::cross_entropy_backward_op<write_gradient>));
+  m.impl("cross_entropy_backward_", TORCH_BOX(&fastlayers::cross_entropy_backward_in_place_op<write_gradient>));
+  m.impl("cross_entropy_chunk_", TORCH_BOX(&cross_entropy_chunk_));
 }

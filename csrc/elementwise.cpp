@@ -9,13 +9,6 @@ namespace {
 
 constexpr int64_t kStretch = 512;    // elements at a time where a loop has two parts
 
-// Tasks start at multiples of 8 elements, so that no two write to one byte of bits.
-template <typename F>
-void for_bytes(int64_t n, F&& f) {
-  torch::stable::parallel_for(0, (n + kBits - 1) / kBits, kGrain / kBits,
-                              [&](int64_t first, int64_t last) { f(first * kBits, std::min(last * kBits, n)); });
-}
-
 // out = relu(x) + (y + alpha), or relu(x + y) without alpha.
 template <bool SUM_FIRST, typename T>
 void add_rectified(T* out, const T* x, const T* y, compute_t<T> alpha, int64_t n) {
@@ -48,20 +41,19 @@ std::tuple<Tensor, Tensor> relu_forward_op(const Tensor& x, const Tensor& y, con
   const FlatPair pair(x, y, op, SUM_FIRST ? add_relu_strides : relu_add_strides);
   Tensor out = pair.empty();
   Tensor bits = TRAIN ? pair.empty_bits() : out;
-  dispatch_floating(x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.scalar_type(), op, [&]<typename T>(T) {
     const T* px = pointer<const T>(pair.x);
     const T* py = pointer<const T>(pair.y);
     T* po = pointer<T>(out);
     uint8_t* pb = TRAIN ? pointer<uint8_t>(bits) : nullptr;
     const auto a = static_cast<compute_t<T>>(alpha);
-    for_bytes(out.numel(), [&](int64_t first, int64_t last) {
+    for_bytes(out.numel(), [&](int64_t first, int64_t count) {
       // The stretches stay in the first-level cache, because the bits are read from x or from the result in a second loop. (No sum of
       // 16-bit floats is so small that it rounds to zero.)
-      for (int64_t start = first; start < last; start += kStretch) {
-        const int64_t length = std::min(kStretch, last - start);
+      for (int64_t start = first; start < first + count; start += kStretch) {
+        const int64_t length = std::min(kStretch, first + count - start);
         add_rectified<SUM_FIRST>(po + start, px + start, py + start, a, length);
-        if constexpr (TRAIN) store_bits(pb + start / kBits, (SUM_FIRST ? po : px) + start, length);
+        if constexpr (TRAIN) store_bits(pb + start / kMaskBits, (SUM_FIRST ? po : px) + start, length);
       }
     });
   });
@@ -85,17 +77,14 @@ std::tuple<Tensor, Tensor> add_relu_train(const Tensor& x, const Tensor& y) {
 }
 
 Tensor relu_backward(const Tensor& dy, const Tensor& bits) {
-  const int64_t n = dy.numel();
-  FASTLAYERS_CHECK(bits.numel() == (n + kBits - 1) / kBits, "relu_backward", "expected a bit for each of ", n,
-                   " elements, but got ", bits.numel(), " bytes");
+  check_bits(dy, bits, "relu_backward");
   Tensor dx = empty_strided(dims_of(dy.sizes()), dims_of(dy.strides()), dy.scalar_type(), dy);
-  dispatch_floating(dy.scalar_type(), "relu_backward", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(dy.scalar_type(), "relu_backward", [&]<typename T>(T) {
     using Word = word_t<T>;
     const Word* g = pointer<const Word>(dy);
     const uint8_t* b = pointer<const uint8_t>(bits);
     Word* d = pointer<Word>(dx);
-    for_bytes(n, [&](int64_t first, int64_t last) { gate(d + first, g + first, b + first / kBits, last - first); });
+    for_bytes(dy.numel(), [&](int64_t at, int64_t count) { gate(d + at, g + at, b + at / kMaskBits, count); });
   });
   return dx;
 }
@@ -105,8 +94,7 @@ std::tuple<Tensor, Tensor> mul_backward(const Tensor& dy_in, const Tensor& x_in,
   check_same_shape(x_in, dy_in, "mul_backward", "dy");
   const Tensor dy = with_strides(dy_in, pair.sizes, pair.strides);
   Tensor dx = pair.empty(), dy_ = pair.empty();
-  dispatch_floating(x_in.scalar_type(), "mul_backward", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x_in.scalar_type(), "mul_backward", [&]<typename T>(T) {
     const T* g = pointer<const T>(dy);
     const T* px = pointer<const T>(pair.x);
     const T* py = pointer<const T>(pair.y);
@@ -122,8 +110,7 @@ std::tuple<Tensor, Tensor> mul_backward(const Tensor& dy_in, const Tensor& x_in,
 Tensor mul(const Tensor& x_in, const Tensor& y_in) {
   const FlatPair pair(x_in, y_in, "mul", mul_strides);
   Tensor out = pair.empty();
-  dispatch_floating(x_in.scalar_type(), "mul", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x_in.scalar_type(), "mul", [&]<typename T>(T) {
     const T* px = pointer<const T>(pair.x);
     const T* py = pointer<const T>(pair.y);
     T* po = pointer<T>(out);

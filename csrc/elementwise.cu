@@ -11,17 +11,17 @@ namespace {
 // Packs the V bits of each thread's word into bytes. If a word has fewer than 8 elements, lanes share a byte.
 template <int V>
 __device__ __forceinline__ void store_bits(uint8_t* bits, int64_t i, int64_t n, unsigned mine) {
-  constexpr int kSharing = kBits / V;
+  constexpr int kSharing = kMaskBits / V;
   const int lane = threadIdx.x & 31, part = lane % kSharing;
   mine <<= part * V;
 #pragma unroll
   for (int o = 1; o < kSharing; o <<= 1) mine |= __shfl_xor_sync(0xffffffffu, mine, o);
-  if (part == 0 && i < n) bits[i / kBits] = static_cast<uint8_t>(mine);
+  if (part == 0 && i < n) bits[i / kMaskBits] = static_cast<uint8_t>(mine);
 }
 
 template <int V>
 __device__ __forceinline__ unsigned load_bits(const uint8_t* bits, int64_t i, int64_t n) {
-  return i < n ? bits[i / kBits] >> (i % kBits) : 0;
+  return i < n ? bits[i / kMaskBits] >> (i % kMaskBits) : 0;
 }
 
 // The same for a word that begins anywhere in a byte.
@@ -30,7 +30,7 @@ __device__ __forceinline__ unsigned gather_bits(const uint8_t* bits, int64_t i, 
   if constexpr (WHOLE) return load_bits<V>(bits, i, n);
   unsigned kept = 0;
   unroll<V>([&](int j) {
-    if (i + j < n) kept |= (bits[(i + j) / kBits] >> ((i + j) % kBits) & 1u) << j;
+    if (i + j < n) kept |= (bits[(i + j) / kMaskBits] >> ((i + j) % kMaskBits) & 1u) << j;
   });
   return kept;
 }
@@ -77,8 +77,7 @@ __global__ void __launch_bounds__(kThreads) relu_forward(const T* x, const T* y,
                                                         compute_t<T> alpha, const __grid_constant__ Bias bias) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
-  for_block<T>(is_aligned, n, [&](auto words, int first) {
-    constexpr int U = words.value;
+  for_block<T>(is_aligned, n, [&]<int U>(Number<U>, int first) {
     constexpr bool WHOLE = U > 1;
     Vec<T, V> wx[U], wy[U];
     [[maybe_unused]] Vec<T, V> wb[U];
@@ -116,8 +115,7 @@ __global__ void __launch_bounds__(kThreads) relu_forward(const T* x, const T* y,
 template <typename T>
 __global__ void __launch_bounds__(kThreads) relu_backward_flat(const T* dy, const uint8_t* bits, T* dx, int64_t n, bool is_aligned) {
   constexpr int V = kVector<T>;
-  for_block<T>(is_aligned, n, [&](auto words, int first) {
-    constexpr int U = words.value;
+  for_block<T>(is_aligned, n, [&]<int U>(Number<U>, int first) {
     constexpr bool WHOLE = U > 1;
     Vec<T, V> w[U];
     unsigned kept[U];
@@ -253,8 +251,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
   }
   const int64_t base = outer * c.repeat * c.columns + me.column;
   const auto nothing = static_cast<unsigned>(c.repeat >> 62);
-  me.for_rows(c, [&](auto count, int64_t row) {
-    constexpr int U = count.value;
+  me.for_rows(c, [&]<int U>(Number<U>, int64_t row) {
     Vec<T, V> wg[U];
     [[maybe_unused]] Vec<T, V> wx[U];
     [[maybe_unused]] unsigned kept[U];
@@ -325,14 +322,7 @@ __global__ void __launch_bounds__(kThreads) repeated_backward_rows(const T* __re
       sum += part;
     }
   }
-  for (int o = (a.across < 32 ? a.across : 32) >> 1; o > 0; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
-  if (a.across > 32) {
-    const int warps = a.across / 32, first = threadIdx.x / a.across * warps;
-    if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int k = 0; k < warps; ++k) sum += shared[first + k];
-  }
+  sum = across_sum(sum, shared, a.across);
   if (lane != 0 || !active) return;
   if (ds != nullptr) ds[row] = convert<T>(sum);
   else partial[row * a.pieces + piece] = sum;
@@ -417,8 +407,7 @@ std::tuple<Tensor, Tensor> relu_forward_op(const Tensor& x, const Tensor& y, con
   if (n == 0) return {out, bits};
   Tensor keep;
   const Bias b = bias ? make_bias(*bias, pair, keep) : Bias{};
-  dispatch_floating(x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.scalar_type(), op, [&]<typename T>(T) {
     const T* px = pointer<const T>(pair.x);
     const T* py = pointer<const T>(pair.y);
     uint8_t* pb = TRAIN ? pointer<uint8_t>(bits) : nullptr;
@@ -448,12 +437,6 @@ std::tuple<Tensor, Tensor> add_relu_train(const Tensor& x, const Tensor& y) {
   return relu_forward_op<true, true>(x, y, std::nullopt, 0.0, "add_relu");
 }
 
-void check_bits(const Tensor& dy, const Tensor& bits, const char* op) {
-  const int64_t n = dy.numel();
-  FASTLAYERS_CHECK(bits.numel() == (n + kBits - 1) / kBits, op, "expected a bit for each of ", n, " elements, but got ",
-                   bits.numel(), " bytes");
-}
-
 // The caller passes dy with the strides of the forward's result, so that the bits match its memory order.
 Tensor relu_backward(const Tensor& dy, const Tensor& bits) {
   const int64_t n = dy.numel();
@@ -461,8 +444,7 @@ Tensor relu_backward(const Tensor& dy, const Tensor& bits) {
   const Launch launch(dy);
   Tensor dx = empty_strided(dims_of(dy.sizes()), dims_of(dy.strides()), dy.scalar_type(), dy);
   if (n == 0) return dx;
-  dispatch_floating(dy.scalar_type(), "relu_backward", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(dy.scalar_type(), "relu_backward", [&]<typename T>(T) {
     const T* g = pointer<const T>(dy);
     launch_flat<T>(relu_backward_flat<T>, n, launch, g, pointer<const uint8_t>(bits), pointer<T>(dx), n, aligned(g));
   });
@@ -475,13 +457,10 @@ void scale_(Tensor x, const Tensor& factor) {
   const ScalarType wide = compute_dtype(x);
   FASTLAYERS_CHECK(factor.numel() == 1 && factor.scalar_type() == wide, "scale_", "expected a factor of one ", toString(wide));
   check_device(x, factor, "scale_", "factor");
-  const Dims sizes = dims_of(x.sizes()), strides = dims_of(x.strides());
-  FASTLAYERS_CHECK(n == 0 || same_layout(sizes, strides, dense_strides(sizes, memory_order(sizes, {&strides}))), "scale_",
-                   "expected a dense x");
+  FASTLAYERS_CHECK(n == 0 || is_dense(x), "scale_", "expected a dense x");
   if (n == 0) return;
   const Launch launch(x);
-  dispatch_floating(x.scalar_type(), "scale_", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.scalar_type(), "scale_", [&]<typename T>(T) {
     T* px = pointer<T>(x);
     launch_flat<T>(scale_in_place<T>, n, launch, px, pointer<const compute_t<T>>(factor), n, aligned(px));
   });
@@ -511,8 +490,7 @@ void repeated_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
                        const Launch& launch) {
   const Tensor s = RELU ? s_in : with_strides(s_in, view.sizes, view.strides);
   const int64_t outer = view.outer, repeat = view.repeat, columns = view.columns;
-  dispatch_floating(dy.scalar_type(), "mul_backward", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(dy.scalar_type(), "mul_backward", [&]<typename T>(T) {
     using A = compute_t<T>;
     constexpr int V = kVector<T>;
     const T* g = pointer<const T>(dy);
@@ -526,28 +504,24 @@ void repeated_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
       if (pieces > 1) launch_add_pieces<T>(partial, sums, outer, pieces, columns, launch);
     };
     if (columns == 1) {
-      const int64_t words = ceil_div(repeat, V), resident = 4 * static_cast<int64_t>(device_traits(launch.device()).processors);
-      RowArgs a{outer, repeat, 1, static_cast<int>(std::min<int64_t>(kThreads, next_power_of_2(ceil_div(words, 4)))), 1};
-      a.down = kThreads / a.across;
-      const int64_t row_blocks = ceil_div(outer, a.down);
-      a.pieces = std::clamp<int64_t>(resident / row_blocks, 1, std::max<int64_t>(1, words / (4 * a.across)));
+      RowArgs a{outer, repeat, 1, 1, 1};
+      const int64_t blocks = share_rows(a, outer, ceil_div(repeat, V), launch);
       Tensor partial = empty_partial<A>(a.pieces == 1 ? 0 : outer * a.pieces, 1, dy);
       A* pp = pointer<A>(partial);
       T* all = a.pieces == 1 ? sums : nullptr;
       const auto kernel = flat && repeat % V == 0 ? &repeated_backward_rows<T, true, RELU> : &repeated_backward_rows<T, false, RELU>;
-      kernel<<<blocks_for(row_blocks * a.pieces, 1), kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, all, a);
+      kernel<<<grid_of(blocks), kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, all, a);
       finish(partial, a.pieces);
     } else {
-      const auto run = [&](auto vector) {
-        constexpr int W = decltype(vector)::value;
+      const auto run = [&]<int W>(Number<W>) {
         const Columns c = Columns::plan<A>(repeat, columns, W, launch.device(), outer);
         Tensor partial = empty_partial<A>(c.pieces == 1 ? 0 : outer * c.pieces, columns, dy);
         repeated_backward_columns<T, W, RELU><<<blocks_for(c.blocks() * outer, 1), c.threads(), c.shared<A>(W), launch.stream()>>>(
             g, px, ps, d, pointer<A>(partial), c.pieces == 1 ? sums : nullptr, c);
         finish(partial, c.pieces);
       };
-      if (flat && columns % V == 0) run(std::integral_constant<int, V>{});
-      else run(std::integral_constant<int, 1>{});
+      if (flat && columns % V == 0) run(Number<V>{});
+      else run(Number<1>{});
     }
   });
 }
@@ -564,8 +538,7 @@ Tensor mul(const Tensor& x, const Tensor& y) {
   if (n == 0) return out;
   const bool x_fills = fills(x, sizes, strides), y_fills = fills(y, sizes, strides);
   if (x_fills && y_fills) {
-    dispatch_floating(x.scalar_type(), "mul", [&](auto zero) {
-      using T = decltype(zero);
+    dispatch_floating(x.scalar_type(), "mul", [&]<typename T>(T) {
       const T* px = pointer<const T>(x);
       const T* py = pointer<const T>(y);
       launch_flat<T>(mul_flat<T>, n, launch, px, py, pointer<T>(out), n, aligned(px) && aligned(py));
@@ -579,8 +552,7 @@ Tensor mul(const Tensor& x, const Tensor& y) {
       const Tensor s = with_strides(small, view->sizes, view->strides);
       const Repeats repeats = view->repeats(n, static_cast<int64_t>(s.element_size()), s.const_data_ptr());
       if (repeats.served && aligned(big.const_data_ptr())) {
-        dispatch_floating(x.scalar_type(), "mul", [&](auto zero) {
-          using T = decltype(zero);
+        dispatch_floating(x.scalar_type(), "mul", [&]<typename T>(T) {
           launch_flat<T>(mul_repeated<T>, n, launch, pointer<const T>(big), pointer<const T>(s), pointer<T>(out), n, repeats);
         });
         return out;
@@ -594,8 +566,7 @@ Tensor mul(const Tensor& x, const Tensor& y) {
     torch::stable::copy_(full_y, y);
     return mul(full_x, full_y);
   }
-  dispatch_floating(x.scalar_type(), "mul", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.scalar_type(), "mul", [&]<typename T>(T) {
     launch_flat<T, 1>(mul_broadcast<T>, n, launch, pointer<const T>(x), pointer<const T>(y), pointer<T>(out), n, walk);
   });
   return out;
@@ -643,8 +614,7 @@ std::tuple<Tensor, Tensor> mul_backward(const Tensor& dy_in, const Tensor& x, co
     const Tensor dense_y = with_strides(y, sizes, strides);
     Tensor dx = empty_strided(sizes, strides, x.scalar_type(), x), dy_ = empty_strided(sizes, strides, x.scalar_type(), x);
     if (n == 0) return {dx, dy_};
-    dispatch_floating(x.scalar_type(), "mul_backward", [&](auto zero) {
-      using T = decltype(zero);
+    dispatch_floating(x.scalar_type(), "mul_backward", [&]<typename T>(T) {
       const T* g = pointer<const T>(dy);
       const T* px = pointer<const T>(dense_big);
       const T* py = pointer<const T>(dense_y);

@@ -5,8 +5,6 @@
 
 namespace fastlayers {
 
-constexpr int kBits = 8;  // elements to a byte of a mask
-
 // The layouts of relu(x) + y, relu(x + y) and x·y, for x and y of one shape.
 inline Dims relu_add_strides(const Dims& sizes, const Dims& x, const Dims& y) {
   const Dims relu = result_strides(sizes, {&x});
@@ -35,7 +33,12 @@ struct FlatPair {
     y = with_strides(y_in, sizes, strides);
   }
   Tensor empty() const { return empty_strided(sizes, strides, x.scalar_type(), x); }
-  Tensor empty_bits() const { return empty_contiguous({(x.numel() + kBits - 1) / kBits}, ScalarType::Byte, x); }
+  Tensor empty_bits() const { return empty_contiguous({bytes_of_bits(x.numel())}, ScalarType::Byte, x); }
 };
+
+inline void check_bits(const Tensor& dy, const Tensor& bits, const char* op) {
+  FASTLAYERS_CHECK(bits.numel() == bytes_of_bits(dy.numel()), op, "expected a bit for each of ", dy.numel(), " elements, but got ",
+                   bits.numel(), " bytes");
+}
 
 }  // namespace fastlayers

@@ -105,8 +105,7 @@ Tensor gather_backward_op(const Tensor& dy, const Tensor& index, int64_t columns
   const bool fits = merge_dims<2>(outer, order, {dy_strides, index_strides}, rows);
   FASTLAYERS_CHECK(fits, op, "expected rows of at most ", kMaxDims, " dimensions");
   const Launch launch(dy);
-  dispatch_floating(dy.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(dy.scalar_type(), op, [&]<typename T>(T) {
     constexpr int64_t most = kSumBytes / sizeof(compute_t<T>);
     FASTLAYERS_CHECK(columns <= most, op, "expected at most ", most, " columns, but got ", columns);
     const int64_t count = dx.numel() / columns;

@@ -57,8 +57,7 @@ struct Threads {
 };
 
 void run_forward(const std::array<View, 2>& operands, Tensor& out, const Layout& l, Act act, const Threads&) {
-  dispatch_floating(out.scalar_type(), "gated_forward", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(out.scalar_type(), "gated_forward", [&]<typename T>(T) {
     const T *gate = reinterpret_cast<const T*>(operands[0].data), *up = reinterpret_cast<const T*>(operands[1].data);
     T* to = pointer<T>(out);
     torch::stable::parallel_for(0, l.rows * l.columns, kGrain, [&](int64_t first, int64_t last) {
@@ -68,8 +67,7 @@ void run_forward(const std::array<View, 2>& operands, Tensor& out, const Layout&
 }
 
 void run_backward(const Tensor& dy, const std::array<View, 4>& operands, const Layout& l, Act act, const Threads&) {
-  dispatch_floating(dy.scalar_type(), "gated_backward", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(dy.scalar_type(), "gated_backward", [&]<typename T>(T) {
     const auto at = [&](int k) { return reinterpret_cast<T*>(operands[k].data); };
     const Gradients<T> of{pointer<const T>(dy), at(0), at(1), at(2), at(3)};
     torch::stable::parallel_for(0, l.rows * l.columns, kGrain, [&](int64_t first, int64_t last) {

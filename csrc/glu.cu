@@ -24,8 +24,7 @@ __global__ void __launch_bounds__(kThreads) gated_forward(const T* __restrict__ 
                                                           int64_t n, bool whole, const Rows rows, const Skips skips, Act act) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
-  for_block<T, kForwardWords>(whole, n, [&](auto words, int first) {
-    constexpr int U = words.value;
+  for_block<T, kForwardWords>(whole, n, [&]<int U>(Number<U>, int first) {
     constexpr bool WHOLE = U > 1;
     Vec<T, V> wg[U], wu[U];
     unroll<U>([&](int u) {
@@ -51,8 +50,7 @@ __global__ void __launch_bounds__(kThreads) gated_backward(const T* dy, const T*
                                                            const Skips skips, Act act) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
-  for_block<T, kBackwardWords>(whole, n, [&](auto words, int first) {
-    constexpr int U = words.value;
+  for_block<T, kBackwardWords>(whole, n, [&]<int U>(Number<U>, int first) {
     constexpr bool WHOLE = U > 1;
     Vec<T, V> wd[U], wg[U], wu[U];
     unroll<U>([&](int u) {
@@ -64,12 +62,11 @@ __global__ void __launch_bounds__(kThreads) gated_backward(const T* dy, const T*
     unroll<U>([&](int u) {
       const Vec<A, V> d = unpack<A>(wd[u]);
       Vec<A, V> g = unpack<A>(wg[u]), by = unpack<A>(wu[u]);
-      with_act<ACT, true>(act, [&](auto chosen) {
-        constexpr Act kAct = decltype(chosen)::value;
+      with_act<ACT, true>(act, [&]<Act CHOSEN>(std::integral_constant<Act, CHOSEN>) {
         unroll<V>([&](int j) {
           const A z = g.v[j];
-          g.v[j] = act_gradient<kAct, sizeof(T) == 2>(d.v[j] * by.v[j], z);
-          by.v[j] = d.v[j] * act_value<kAct, sizeof(T) == 2>(z);
+          g.v[j] = act_gradient<CHOSEN, sizeof(T) == 2>(d.v[j] * by.v[j], z);
+          by.v[j] = d.v[j] * act_value<CHOSEN, sizeof(T) == 2>(z);
         });
       });
       const int64_t i = row_index<T, WHOLE, kBackwardWords>(first + u), row = rows.row(i);
@@ -82,8 +79,7 @@ __global__ void __launch_bounds__(kThreads) gated_backward(const T* dy, const T*
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
 void run_forward(const std::array<View, 2>& operands, Tensor& out, const Layout& l, Act act, const Launch& launch) {
-  dispatch_floating(out.scalar_type(), "gated_forward", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(out.scalar_type(), "gated_forward", [&]<typename T>(T) {
     for_rows(l.rows, l.columns, [&](int64_t row, int64_t n, const Rows& rows) {
       const T* pg = reinterpret_cast<const T*>(operands[0].data) + row * (l.columns + l.skips[0]);
       const T* pu = reinterpret_cast<const T*>(operands[1].data) + row * (l.columns + l.skips[1]);
@@ -98,8 +94,7 @@ void run_forward(const std::array<View, 2>& operands, Tensor& out, const Layout&
 }
 
 void run_backward(const Tensor& dy, const std::array<View, 4>& operands, const Layout& l, Act act, const Launch& launch) {
-  dispatch_floating(dy.scalar_type(), "gated_backward", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(dy.scalar_type(), "gated_backward", [&]<typename T>(T) {
     for_rows(l.rows, l.columns, [&](int64_t row, int64_t n, const Rows& rows) {
       const T* pd = pointer<const T>(dy) + row * l.columns;
       std::array<T*, 4> at;

@@ -1,5 +1,5 @@
 // group_norm of x over (N, C, *) for CPU tensors, with an optional activation, forward and backward; instance_norm is groups = C. What is
-// kept is what the CUDA kernels keep (group_norm.cu). Contiguous, a group is one run of memory, and goes through the statistics and the
+// kept is what the CUDA kernels keep (group_norm.cuh). Contiguous, a group is one run of memory, and goes through the statistics and the
 // result while it is in the cache. Channels last the same goes for an image: its statistics are gathered by column, and then by group.
 #include <cmath>
 
@@ -37,7 +37,7 @@ Norm<T> norm_of(const Images& x, const MaybeTensor& weight, const MaybeTensor& b
   a.x = pointer<const T>(x.x);
   a.mean = const_cast<compute_t<T>*>(pointer<const compute_t<T>>(stats)), a.rstd = a.mean + x.images * groups;
   a.weight = x.values<T>(weight, 1, op, "weight"), a.bias = x.values<T>(bias, 0, op, "bias");
-  a.samples = x.images, a.channels = x.channels, a.pixels = x.pixels;
+  a.samples = x.images, a.channels = x.channels, a.pixels = x.plane;
   a.groups = groups, a.depth = x.channels / groups;
   a.last = x.last;
   a.act = act_of(act, op);
@@ -261,8 +261,7 @@ std::tuple<Tensor, Tensor> group_norm_forward(const Tensor& x_in, int64_t groups
     torch::stable::zero_(const_cast<Tensor&>(stats));
     return {y, result};
   }
-  dispatch_floating(x.x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.x.scalar_type(), op, [&]<typename T>(T) {
     Norm<T> a = norm_of<T>(x, weight, bias, stats, groups, act, op);
     a.out = pointer<T>(y);
     a.eps = eps;
@@ -298,8 +297,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& dy_in, cons
     torch::stable::zero_(const_cast<Tensor&>(dweight)), torch::stable::zero_(const_cast<Tensor&>(dbias));
     return {dx, dweight, dbias};
   }
-  dispatch_floating(dtype, op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(dtype, op, [&]<typename T>(T) {
     using A = compute_t<T>;
     Norm<T> a = norm_of<T>(x, weight, bias, stats, groups, act, op);
     a.dy = pointer<const T>(dy);

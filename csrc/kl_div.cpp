@@ -2,7 +2,7 @@
 // (kl_div.cu). A pair of rows is read again while it is in the cache: the second time its sums of exponentials are known.
 #include "kl_div.h"
 
-#include "vector_softmax.h"
+#include "vector_logits.h"
 
 namespace fastlayers::kl_div {
 namespace {
@@ -191,7 +191,7 @@ void backward_stretch(T* dinput, T* dtarget, const G* dy, A one, const T* input,
 
 struct Rowed : Matrices {
   Rowed(const Tensor& student, const Tensor& teacher, const MaybeTensor& labels, const char* op)
-      : Matrices(student, teacher, labels, op, [](const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }) {}
+      : Matrices(student, teacher, labels, op, [](const Tensor& t) { return made_contiguous(t); }) {}
 
   template <typename T>
   Rows<T> of(const MaybeTensor& labels, int64_t ignore_index, double beta, double temperature) const {
@@ -212,8 +212,7 @@ std::tuple<Tensor, Tensor> divergence_forward(const Tensor& student, const Tenso
   const Rowed pair(student, teacher, labels, op);
   Tensor losses, stats;
   std::tie(losses, stats) = pair.results(op);
-  dispatch_floating(student.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(student.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     const Rows<T> rows = pair.of<T>(labels, ignore_index, beta, temperature);
     auto* const to = pointer<A>(losses);
@@ -234,8 +233,7 @@ std::tuple<Tensor, Tensor> divergence_backward(const Tensor& dlosses, const Tens
   Tensor dx, dy;
   std::tie(dx, dy) = pair.gradients(dlosses, stats, dstudent, dteacher, op);
   if (pair.rows * pair.n == 0) return {dx, dy};
-  dispatch_floating(student.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(student.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     const Rows<T> rows = pair.of<T>(labels, ignore_index, beta, temperature);
     const auto* const kept = reinterpret_cast<const Numbers<A>*>(pointer<const A>(stats));
@@ -254,8 +252,7 @@ std::tuple<Tensor, Tensor> divergence_backward(const Tensor& dlosses, const Tens
 Tensor kl_div_sum(const Tensor& input, const Tensor& target, bool log_target) {
   const FlatPair pair(input, target, "kl_div_sum", kl_div_strides);
   Tensor sum = empty_contiguous({}, compute_dtype(input), input);
-  dispatch_floating(input.scalar_type(), "kl_div_sum", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(input.scalar_type(), "kl_div_sum", [&]<typename T>(T) {
     using A = compute_t<T>;
     const T *const px = pointer<const T>(pair.x), *const pt = pointer<const T>(pair.y);
     const double total = sum_in_stretches(pair.x.numel(), [&](int64_t first, int64_t last) -> double {
@@ -269,9 +266,7 @@ Tensor kl_div_sum(const Tensor& input, const Tensor& target, bool log_target) {
 Tensor kl_div_elements(const Tensor& input, const Tensor& target, bool log_target, ScalarType dtype) {
   const FlatPair pair(input, target, "kl_div_elements", kl_div_strides);
   Tensor out = empty_strided(pair.sizes, pair.strides, dtype, input);
-  dispatch_pair(input.scalar_type(), dtype, "kl_div_elements", [&](auto in, auto wide) {
-    using T = decltype(in);
-    using Out = decltype(wide);
+  dispatch_pair(input.scalar_type(), dtype, "kl_div_elements", [&]<typename T, typename Out>(T, Out) {
     const T *const px = pointer<const T>(pair.x), *const pt = pointer<const T>(pair.y);
     Out* to = pointer<Out>(out);
     torch::stable::parallel_for(0, out.numel(), kGrain, [&](int64_t first, int64_t last) {
@@ -286,9 +281,7 @@ std::tuple<Tensor, Tensor> kl_div_backward(const Tensor& dy_in, const MaybeTenso
                                            bool dinput, bool dtarget) {
   const char* op = "kl_div_backward";
   KlDivGradients of(dy_in, input, target, dinput, dtarget, op);
-  dispatch_pair(target.scalar_type(), of.dy.scalar_type(), op, [&](auto in, auto wide) {
-    using T = decltype(in);
-    using G = decltype(wide);
+  dispatch_pair(target.scalar_type(), of.dy.scalar_type(), op, [&]<typename T, typename G>(T, G) {
     using A = compute_t<T>;
     const G* pg = pointer<const G>(of.dy);
     const A number = of.one ? static_cast<A>(*pg) : A(0);

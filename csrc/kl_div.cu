@@ -501,8 +501,7 @@ __global__ void __launch_bounds__(kThreads) kl_div_backward(const G* __restrict_
   constexpr int V = kVector<T>, W = kElementWords;
   A one = 0;
   if constexpr (ONE) one = convert<A>(*dy);
-  for_block<T, W>(whole, n, [&](auto words, int first) {
-    constexpr int U = words.value;
+  for_block<T, W>(whole, n, [&]<int U>(Number<U>, int first) {
     constexpr bool WHOLE = U > 1;
     Vec<T, V> wx[U], wt[U];
     [[maybe_unused]] Vec<G, V> wg[U];
@@ -560,7 +559,7 @@ RowLaunch row_launch(int64_t words, int64_t parts, int in_flight) {
 }
 
 // Blocks of a cluster for one row of the forward: enough to occupy the GPU if there are few rows and, for a mixture, to hold the row in
-// registers. More than 8 leave gaps unless there are 16 (see softmax.cuh).
+// registers. More than 8 leave gaps unless there are 16 (see logits.cuh).
 template <typename In, Divergence KIND>
 int64_t cluster_size(int64_t rows, int64_t words, const Launch& launch) {
   constexpr int kHeld = kThreads * kForwardWords<In>;
@@ -618,8 +617,7 @@ std::tuple<Tensor, Tensor> divergence_forward_op(const Tensor& student, const Te
   Tensor losses, stats;
   std::tie(losses, stats) = pair.results("divergence_forward");
   if (pair.rows == 0) return {losses, stats};
-  dispatch_floating(student.scalar_type(), "divergence_forward", [&](auto zero) {
-    using In = decltype(zero);
+  dispatch_floating(student.scalar_type(), "divergence_forward", [&]<typename In>(In) {
     using A = compute_t<In>;
     const RowArgs<A> a = pair.args<In>(labels, ignore_index, beta, temperature);
     auto* to = pointer<A>(losses);
@@ -639,8 +637,7 @@ std::tuple<Tensor, Tensor> divergence_backward_op(const Tensor& dlosses, const T
   Tensor dx, dy;
   std::tie(dx, dy) = pair.gradients(dlosses, stats, dstudent, dteacher, op);
   if (pair.rows * pair.n == 0) return {dx, dy};
-  dispatch_floating(student.scalar_type(), op, [&](auto zero) {
-    using In = decltype(zero);
+  dispatch_floating(student.scalar_type(), op, [&]<typename In>(In) {
     using A = compute_t<In>;
     RowArgs<A> a = pair.args<In>(labels, ignore_index, beta, temperature);
     const int64_t words = words_covered(a.n, a.ragged, kVector<In>);
@@ -663,8 +660,7 @@ Tensor kl_div_sum_op(const Tensor& input, const Tensor& target, bool log_target)
   const ScalarType compute = compute_dtype(input);
   const int64_t n = pair.x.numel();
   Tensor sum = empty_contiguous({}, compute, input);
-  dispatch_floating(input.scalar_type(), "kl_div_sum", [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(input.scalar_type(), "kl_div_sum", [&]<typename T>(T) {
     using A = compute_t<T>;
     const int64_t tile = static_cast<int64_t>(kThreads) * kSumWords * kVector<T>;
     const int64_t most = static_cast<int64_t>(kSumBlocks) * device_traits(launch.device()).processors;
@@ -686,9 +682,7 @@ Tensor kl_div_elements_op(const Tensor& input, const Tensor& target, bool log_ta
   Tensor out = empty_strided(pair.sizes, pair.strides, dtype, input);
   const int64_t n = out.numel();
   if (n == 0) return out;
-  dispatch_pair(input.scalar_type(), dtype, "kl_div_elements", [&](auto in, auto wide) {
-    using T = decltype(in);
-    using Out = decltype(wide);
+  dispatch_pair(input.scalar_type(), dtype, "kl_div_elements", [&]<typename T, typename Out>(T, Out) {
     const auto* px = pointer<const T>(pair.x);
     const auto* pt = pointer<const T>(pair.y);
     const auto kernel = log_target ? &kl_div_elements<T, Out, true> : &kl_div_elements<T, Out, false>;
@@ -704,9 +698,7 @@ std::tuple<Tensor, Tensor> kl_div_backward_op(const Tensor& dy_in, const MaybeTe
   const Launch launch(target);
   const int64_t n = target.numel();
   if (n == 0) return {of.dinput, of.dtarget};
-  dispatch_pair(target.scalar_type(), of.dy.scalar_type(), op, [&](auto in, auto wide) {
-    using T = decltype(in);
-    using G = decltype(wide);
+  dispatch_pair(target.scalar_type(), of.dy.scalar_type(), op, [&]<typename T, typename G>(T, G) {
     const auto* pg = pointer<const G>(of.dy);
     const auto* px = dtarget ? pointer<const T>(of.pair.x) : nullptr;
     const auto* pt = pointer<const T>(of.pair.y);

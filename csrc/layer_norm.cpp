@@ -1,6 +1,8 @@
 // layer_norm and rms_norm for CPU tensors, with or without the sum of a residual before them: one pass over memory where the stock
 // composition makes several. A row is read again while it is in the cache. The kinds, what is rounded and what is kept are those of the
 // CUDA kernels (layer_norm.cuh).
+#include "layer_norm.h"
+
 #include <cmath>
 
 #include "common/vector.h"
@@ -8,33 +10,25 @@
 namespace fastlayers::layer_norm {
 namespace {
 
-enum Kind : int { kLayer, kRms, kLlama, kGemma };
-
 // ---- loops over a row ---------------------------------------------------------------------------------------------------
 
-template <typename T>
-void widen(compute_t<T>* to, const T* from, int64_t n) {
-  using A = compute_t<T>;
-  int64_t i = 0;
-  for (; i + kLanes<A> <= n; i += kLanes<A>) store<A>(to + i, load<T>(from + i));
-  if (i < n) store_some<A>(to + i, load_some<T>(from + i, n - i), n - i);
+template <typename T, typename A = compute_t<T>>
+void widen(A* to, const T* from, int64_t n) {
+  for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES { lanes.store(to + i, lanes.load(from + i)); });
 }
 
-template <typename T>
-void narrow(T* to, const compute_t<T>* from, int64_t n) {
-  using A = compute_t<T>;
-  int64_t i = 0;
-  for (; i + kLanes<A> <= n; i += kLanes<A>) store<T>(to + i, load<A>(from + i));
-  if (i < n) store_some<T>(to + i, load_some<A>(from + i, n - i), n - i);
+template <typename T, typename A = compute_t<T>>
+void narrow(T* to, const A* from, int64_t n) {
+  for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES { lanes.store(to + i, lanes.load(from + i)); });
 }
 
 // out = x + y, or x·y.
 template <typename A, bool PRODUCT>
 void combine(A* out, const A* x, const A* y, int64_t n) {
-  const auto of = [](const Vector<A>& u, const Vector<A>& v) FASTLAYERS_LANES { return PRODUCT ? u * v : u + v; };
-  int64_t i = 0;
-  for (; i + kLanes<A> <= n; i += kLanes<A>) store<A>(out + i, of(load<A>(x + i), load<A>(y + i)));
-  if (i < n) store_some<A>(out + i, of(load_some<A>(x + i, n - i), load_some<A>(y + i, n - i)), n - i);
+  for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
+    const Vector<A> u = lanes.load(x + i), v = lanes.load(y + i);
+    lanes.store(out + i, PRODUCT ? u * v : u + v);
+  });
 }
 
 template <typename A>
@@ -66,19 +60,12 @@ Sums<A> deviations(const A* x, int64_t n, A origin) {
 // y = (x - mean)·rstd·weight + bias. weight and bias may be null.
 template <typename A>
 void normalise(A* y, const A* x, const A* weight, const A* bias, int64_t n, A mean, A rstd) {
-  int64_t i = 0;
-  for (; i + kLanes<A> <= n; i += kLanes<A>) {
-    Vector<A> v = (load<A>(x + i) - mean) * rstd;
-    if (weight != nullptr) v *= load<A>(weight + i);
-    if (bias != nullptr) v += load<A>(bias + i);
-    store<A>(y + i, v);
-  }
-  if (i < n) {
-    Vector<A> v = (load_some<A>(x + i, n - i) - mean) * rstd;
-    if (weight != nullptr) v *= load_some<A>(weight + i, n - i);
-    if (bias != nullptr) v += load_some<A>(bias + i, n - i);
-    store_some<A>(y + i, v, n - i);
-  }
+  for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
+    Vector<A> v = (lanes.load(x + i) - mean) * rstd;
+    if (weight != nullptr) v *= lanes.load(weight + i);
+    if (bias != nullptr) v += lanes.load(bias + i);
+    lanes.store(y + i, v);
+  });
 }
 
 // What a row of the backward needs. weight and dsum may be null; dweight and dbias, which are added to, too.
@@ -119,32 +106,21 @@ void average(BackwardRow<A>& row, int64_t n, bool layer) {
 template <typename A, int R>
 void gradients(const BackwardRow<A>* rows, int64_t n) {
   const BackwardRow<A>& any = rows[0];
-  const auto columns = [&](int64_t i, auto take, auto put) FASTLAYERS_LANES {
+  for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     Vector<A> dweight{}, dbias{};
-    const Vector<A> w = any.weight != nullptr ? take(any.weight + i) : broadcast<A>(1);
+    const Vector<A> w = any.weight != nullptr ? lanes.load(any.weight + i) : broadcast<A>(1);
     for (int r = 0; r < R; ++r) {
       const BackwardRow<A>& row = rows[r];
-      const Vector<A> dy = take(row.dy + i), d = take(row.x + i) - row.mean;
+      const Vector<A> dy = lanes.load(row.dy + i), d = lanes.load(row.x + i) - row.mean;
       Vector<A> dx = dy * w * row.rstd + (d * row.along + row.level);
-      if (row.dsum != nullptr) dx += take(row.dsum + i);
-      put(row.dx + i, dx);
+      if (row.dsum != nullptr) dx += lanes.load(row.dsum + i);
+      lanes.store(row.dx + i, dx);
       dweight += dy * (d * row.rstd);
       dbias += dy;
     }
-    if (any.dweight != nullptr) put(any.dweight + i, take(any.dweight + i) + dweight);
-    if (any.dbias != nullptr) put(any.dbias + i, take(any.dbias + i) + dbias);
-  };
-  int64_t i = 0;
-  for (; i + kLanes<A> <= n; i += kLanes<A>) {
-    columns(
-        i, [](const A* from) FASTLAYERS_LANES { return load<A>(from); },
-        [](A* to, const Vector<A>& v) FASTLAYERS_LANES { store<A>(to, v); });
-  }
-  if (i < n) {
-    columns(
-        i, [&](const A* from) FASTLAYERS_LANES { return load_some<A>(from, n - i); },
-        [&](A* to, const Vector<A>& v) FASTLAYERS_LANES { store_some<A>(to, v, n - i); });
-  }
+    if (any.dweight != nullptr) lanes.store(any.dweight + i, lanes.load(any.dweight + i) + dweight);
+    if (any.dbias != nullptr) lanes.store(any.dbias + i, lanes.load(any.dbias + i) + dbias);
+  });
 }
 
 // ---- rows of any dtype --------------------------------------------------------------------------------------------------
@@ -167,8 +143,7 @@ struct Rows {
   const A* read(int64_t row, A* memory) const {
     if (data == nullptr) return nullptr;
     if (direct()) return static_cast<A*>(data) + row * n;
-    with_narrow([&](auto tag) {
-      using T = decltype(tag);
+    with_narrow([&]<typename T>(T) {
       widen<T>(memory, static_cast<const T*>(data) + row * n, n);
     });
     return memory;
@@ -177,8 +152,7 @@ struct Rows {
   A* place(int64_t row, A* memory) const { return direct() ? static_cast<A*>(data) + row * n : memory; }
   void written(int64_t row, const A* memory) const {
     if (direct()) return;
-    with_narrow([&](auto tag) {
-      using T = decltype(tag);
+    with_narrow([&]<typename T>(T) {
       narrow<T>(static_cast<T*>(data) + row * n, memory, n);
     });
   }
@@ -213,26 +187,8 @@ void round_to(ScalarType dtype, A* values, int64_t n) {
   }
 }
 
-struct Shape {
-  int64_t rows = 1, n = 1;
-  int64_t grain() const { return std::max<int64_t>(1, kGrain / n); }
-};
-
-Shape shape_of(const Tensor& x, int64_t dims, const char* op) {
-  const int64_t all = x.dim();
-  FASTLAYERS_CHECK(dims >= 1 && dims <= all, op, "cannot normalise ", dims, " trailing dimensions of ", all);
-  Shape s;
-  for (int64_t d = 0; d < all; ++d) (d < all - dims ? s.rows : s.n) *= x.size(d);
-  return s;
-}
-
-Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
-MaybeTensor dense(const MaybeTensor& t) { return t ? MaybeTensor(dense(*t)) : std::nullopt; }
-
-Tensor empty_result(const Tensor& t, ScalarType dtype) {
-  const Dims sizes = dims_of(t.sizes());
-  return empty_strided(sizes, contiguous_strides(sizes), dtype, t);
-}
+// Rows of n elements to a task.
+int64_t grain_of(int64_t n) { return std::max<int64_t>(1, kGrain / n); }
 
 // The weight of a row in the arithmetic, with what gemma adds to it; null where there is none.
 template <typename A>
@@ -245,33 +201,25 @@ const A* weight_row(const MaybeTensor& weight, int64_t n, int64_t kind, std::vec
   return memory.data();
 }
 
-void check_parameter(const MaybeTensor& t, const Tensor& x, int64_t n, const char* op, const char* name) {
-  if (!t) return;
-  check_device(x, *t, op, name);
-  FASTLAYERS_CHECK(t->numel() == n, op, "expected ", name, " of ", n, " elements, but got ", t->numel());
-}
-
 // ---- ops ----------------------------------------------------------------------------------------------------------------
 
 std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in, const MaybeTensor& residual_in,
                                               const MaybeTensor& weight_in, const MaybeTensor& bias_in, int64_t dims, double eps,
                                               int64_t kind, ScalarType dtype, bool keep) {
-  const Shape s = shape_of(x_in, dims, op);
-  FASTLAYERS_CHECK(kind >= kLayer && kind <= kGemma, op, "expected a kind of 0 to 3, but got ", kind);
-  FASTLAYERS_CHECK(kind == kLayer || !bias_in, op, "rms_norm has no bias");
+  const Shape s(x_in, dims, op);
+  check_kind(kind, bias_in.has_value(), op);
   check_parameter(weight_in, x_in, s.n, op, "weight");
   check_parameter(bias_in, x_in, s.n, op, "bias");
   if (residual_in) check_same_sizes(x_in, *residual_in, op, "residual");
-  const Tensor x = dense(x_in);
-  const MaybeTensor residual = dense(residual_in), weight = dense(weight_in), bias = dense(bias_in);
+  const Tensor x = made_contiguous(x_in);
+  const MaybeTensor residual = made_contiguous(residual_in), weight = made_contiguous(weight_in), bias = made_contiguous(bias_in);
   const bool layer = kind == kLayer;
   const ScalarType summed = residual ? residual->scalar_type() : x.scalar_type();
   Tensor y = empty_result(x, dtype);
-  Tensor stats = keep ? empty_contiguous({layer ? 2 : 1, s.rows}, compute_dtype(x), x) : empty_contiguous({0}, compute_dtype(x), x);
+  Tensor stats = empty_stats(keep, kind, s, x);
   const Tensor sum = residual ? empty_result(x, summed) : x;
-  if (s.rows == 0 || s.n == 0) return {y, sum, stats};
-  const auto run = [&](auto zero) {
-    using A = decltype(zero);
+  if (s.empty()) return {y, sum, stats};
+  const auto run = [&]<typename A>(A zero) {
     std::vector<A> of_weight, of_bias;
     const A* w = weight_row(weight, s.n, kind, of_weight);
     const A* b = weight_row(bias, s.n, kLayer, of_bias);
@@ -280,7 +228,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in
     const bool rounds_product = rounds && dtype != summed && weight->scalar_type() == summed;
     const Rows<A> in(x, s.n), more(residual, s.n), total_rows(sum, s.n), out(y, s.n);
     A* kept = keep ? pointer<A>(stats) : nullptr;
-    torch::stable::parallel_for(0, s.rows, s.grain(), [&](int64_t first, int64_t last) {
+    torch::stable::parallel_for(0, s.rows, grain_of(s.n), [&](int64_t first, int64_t last) {
       const bool converts = !(in.direct() && out.direct() && more.direct() && total_rows.direct());
       std::vector<A> memory(converts ? 3 * s.n : 0);
       A *const one = memory.data(), *const two = one + (converts ? s.n : 0), *const three = two + (converts ? s.n : 0);
@@ -318,53 +266,34 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in
   return {y, sum, stats};
 }
 
-std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, int64_t dims, const MaybeTensor& weight, const MaybeTensor& bias, double eps,
-                                              int64_t kind, ScalarType dtype, bool keep) {
-  auto [y, sum, stats] = forward_op("layer_norm_forward", x, std::nullopt, weight, bias, dims, eps, kind, dtype, keep);
-  return {y, stats};
-}
-
-std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const Tensor& residual, int64_t dims, const MaybeTensor& weight,
-                                                          const MaybeTensor& bias, double eps, int64_t kind, ScalarType dtype, bool keep) {
-  return forward_op("add_layer_norm_forward", x, residual, weight, bias, dims, eps, kind, dtype, keep);
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, const MaybeTensor& dsum_in, const Tensor& x_in,
                                                                int64_t dims, const MaybeTensor& weight_in, const Tensor& stats_in,
-                                                               int64_t kind, bool want_weight, bool want_bias,
+                                                               int64_t kind, bool for_weight, bool for_bias,
                                                                std::optional<ScalarType> narrow_dtype) {
   const char* op = "layer_norm_backward";
-  const Shape s = shape_of(x_in, dims, op);
-  check_same_sizes(x_in, dy_in, op, "dy");
+  const Shape s(x_in, dims, op);
+  check_backward(dy_in, x_in, stats_in, kind, s, op);
   if (dsum_in) check_same_sizes(x_in, *dsum_in, op, "dsum");
   check_parameter(weight_in, x_in, s.n, op, "weight");
-  const bool layer = kind == kLayer;
-  FASTLAYERS_CHECK(stats_in.scalar_type() == compute_dtype(x_in) && stats_in.numel() == (layer ? 2 : 1) * s.rows, op,
-                   "expected the stats that the forward keeps");
   FASTLAYERS_CHECK(!narrow_dtype, op, "a narrow gradient is for a GPU");
-  const Tensor x = dense(x_in), dy = dense(dy_in), stats = dense(stats_in);
-  const MaybeTensor dsum = dense(dsum_in), weight = dense(weight_in);
-  const ScalarType weight_dtype = weight ? weight->scalar_type() : x.scalar_type();
-  want_weight = want_weight && weight.has_value();
-  const auto gradient = [&](bool wanted) {
-    if (!wanted) return empty_contiguous({0}, weight_dtype, x);
-    return weight ? empty_result(*weight, weight_dtype) : empty_contiguous({s.n}, weight_dtype, x);
-  };
-  Tensor dx = empty_result(x, x.scalar_type()), dweight = gradient(want_weight), dbias = gradient(want_bias);
+  const bool layer = kind == kLayer;
+  const Tensor x = made_contiguous(x_in), dy = made_contiguous(dy_in), stats = made_contiguous(stats_in);
+  const MaybeTensor dsum = made_contiguous(dsum_in), weight = made_contiguous(weight_in);
+  WeightGradients wanted(x, weight, s.n, for_weight, for_bias);
+  const bool want_weight = wanted.want_weight, want_bias = wanted.want_bias;
+  Tensor dx = empty_result(x, x.scalar_type());
   const Tensor none = empty_contiguous({0}, x.scalar_type(), x);
-  if (s.rows == 0 || s.n == 0) {
-    torch::stable::zero_(dweight);
-    torch::stable::zero_(dbias);
-    return {dx, dweight, dbias, none};
+  if (s.empty()) {
+    wanted.zero();
+    return {dx, wanted.dweight, wanted.dbias, none};
   }
-  const auto run = [&](auto zero) {
-    using A = decltype(zero);
+  const auto run = [&]<typename A>(A) {
     std::vector<A> of_weight;
     const A* w = weight_row(weight, s.n, kind, of_weight);
     const A* kept = pointer<const A>(stats);
     const Rows<A> of_dy(dy, s.n), of_x(x, s.n), of_dsum(dsum, s.n), of_dx(dx, s.n);
     // Each task has rows and sums of its own, which are added up in the order of the tasks: the same for as many threads.
-    const int64_t most = std::max<int64_t>(1, s.rows / s.grain());
+    const int64_t most = std::max<int64_t>(1, s.rows / grain_of(s.n));
     const int64_t tasks = std::min<int64_t>(torch::stable::get_num_threads(), most), each = (s.rows + tasks - 1) / tasks;
     const int arrays = int{want_weight} + int{want_bias};
     std::vector<A> sums(tasks * arrays * s.n);
@@ -409,19 +338,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_
       if (out.direct()) std::memcpy(pointer<A>(to), all, s.n * sizeof(A));
       else out.written(0, all);
     };
-    if (want_weight) add_up(dweight, false);
-    if (want_bias) add_up(dbias, true);
+    if (want_weight) add_up(wanted.dweight, false);
+    if (want_bias) add_up(wanted.dbias, true);
   };
   if (x.scalar_type() == ScalarType::Double) run(double{});
   else run(float{});
-  return {dx, dweight, dbias, none};
+  return {dx, wanted.dweight, wanted.dbias, none};
 }
 
 }  // namespace
 }  // namespace fastlayers::layer_norm
 
 FASTLAYERS_CPU_KERNELS(layer_norm, m) {
-  m.impl("layer_norm_forward", TORCH_BOX(&fastlayers::layer_norm::layer_norm_forward));
-  m.impl("add_layer_norm_forward", TORCH_BOX(&fastlayers::layer_norm::add_layer_norm_forward));
+  using fastlayers::layer_norm::forward_op;
+  m.impl("layer_norm_forward", TORCH_BOX(&fastlayers::layer_norm_forward_op<forward_op>));
+  m.impl("add_layer_norm_forward", TORCH_BOX(&fastlayers::add_layer_norm_forward_op<forward_op>));
   m.impl("layer_norm_backward", TORCH_BOX(&fastlayers::layer_norm::layer_norm_backward));
 }

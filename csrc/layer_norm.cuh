@@ -1,14 +1,13 @@
-// What the forward and the backward of layer_norm and rms_norm share: the kinds of norm, the loads of their weights, the sums over a row,
-// the vocabulary of the kernels for very long rows, and the checks of the ops.
+// What the forward and the backward of layer_norm and rms_norm share: the loads of their weights, the sums over a row, the vocabulary of the
+// kernels for very long rows, and the checks of the ops.
 #pragma once
 
 #include "common/moments.cuh"
 #include "common/rows.cuh"
+#include "layer_norm.h"
 
 namespace fastlayers {
 namespace {
-
-enum Kind : int { kLayer = 0, kRms = 1, kLlama = 2, kGemma = 3 };
 
 // ---- weights ------------------------------------------------------------------------------------------------------------
 
@@ -193,19 +192,6 @@ inline int row_threads(int64_t words, int each) {
   return static_cast<int>(threads <= 32 ? next_power_of_2(std::max<int64_t>(threads, 1)) : ceil_div(threads, 32) * 32);
 }
 
-struct Shape {
-  int64_t rows = 1, n = 1;
-};
-
-inline Shape shape_of(const Tensor& x, int64_t dims, const char* op) {
-  const auto sizes = x.sizes();
-  const int64_t all = x.dim();
-  FASTLAYERS_CHECK(dims >= 1 && dims <= all, op, "cannot normalise ", dims, " trailing dimensions of ", all);
-  Shape s;
-  for (int64_t d = 0; d < all; ++d) (d < all - dims ? s.rows : s.n) *= sizes[d];
-  return s;
-}
-
 inline Type type_of(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Half: return Type::half;
@@ -219,15 +205,8 @@ inline Operand operand(const Tensor& t) { return {const_cast<void*>(t.const_data
 inline Operand operand(const MaybeTensor& t) { return t ? operand(*t) : Operand{}; }
 
 inline MaybeTensor checked_weight(const MaybeTensor& weight, const Tensor& x, int64_t n, const char* op, const char* name) {
-  if (!weight) return std::nullopt;
-  check_device(x, *weight, op, name);
-  FASTLAYERS_CHECK(weight->numel() == n, op, "expected ", name, " of ", n, " elements, but got ", weight->numel());
-  return dense(*weight);
-}
-
-inline void check_kind(int64_t kind, bool bias, const char* op) {
-  FASTLAYERS_CHECK(kind >= kLayer && kind <= kGemma, op, "expected a kind of 0 to 3, but got ", kind);
-  FASTLAYERS_CHECK(kind == kLayer || !bias, op, "rms_norm has no bias");
+  check_parameter(weight, x, n, op, name);
+  return weight ? MaybeTensor(dense(*weight)) : std::nullopt;
 }
 
 // A tensor beside x may have x's dtype, or float32 where x has 16 bits.

@@ -213,8 +213,7 @@ struct StagedWeight {
   template <typename C>
   __device__ __forceinline__ StagedWeight(const BackwardArgs<A>& a, const C& columns, char* base) : narrow{base}, wide{base} {
     const bool as_is = a.weight != nullptr && !a.small_weight && !a.gemma;
-    const auto copy = [&](const auto& staged, auto zero) {
-      using W = decltype(zero);
+    const auto copy = [&]<typename W>(const auto& staged, W) {
       unroll<K>([&](int i) {
         if (!columns.has(i)) return;
         const auto w = load_weights<!RAGGED, W, V>(static_cast<const W*>(a.weight), columns.element(i));
@@ -636,31 +635,23 @@ int period_of(int64_t n, int vector) {
 
 constexpr int64_t kSumWide = 8192;
 
-// The gradients of weight and bias, those that are wanted.
-struct WeightGradients {
-  Tensor dweight, dbias;
-  bool want_weight, want_bias;
-
-  // Adds up the partial sums of the blocks, [2, blocks, n].
-  template <typename A>
-  void sum(const Tensor& partials, int blocks, int64_t n, const Launch& on) const {
-    if (!want_weight && !want_bias) return;
-    const ScalarType dtype = (want_weight ? dweight : dbias).scalar_type();
-    dispatch_floating(dtype, "layer_norm_backward", [&](auto tag) {
-      using W = decltype(tag);
-      if constexpr (sizeof(W) <= sizeof(A) && (sizeof(A) == 4 || sizeof(W) == 8)) {
-        // Words of columns where there are enough of them to occupy the GPU.
-        constexpr int C = kVectorBytes / sizeof(A);
-        const bool wide = n % C == 0 && n >= kSumWide;
-        const dim3 grid(static_cast<unsigned>(ceil_div(n, wide ? 32 * C : 32)), want_weight && want_bias ? 2 : 1);
-        const auto kernel = wide ? layer_norm_sum_partials<W, A, C> : layer_norm_sum_partials<W, A, 1>;
-        kernel<<<grid, kSumWarps * 32, 0, on.stream()>>>(pointer<const A>(partials), want_weight ? pointer<W>(dweight) : nullptr,
-                                                         want_bias ? pointer<W>(dbias) : nullptr, blocks, n);
-        STD_CUDA_KERNEL_LAUNCH_CHECK();
-      }
-    });
-  }
-};
+// Adds up the partial sums of the blocks, [2, blocks, n], to the gradients of weight and bias.
+template <typename A>
+void sum_partials(const WeightGradients& to, const Tensor& partials, int blocks, int64_t n, const Launch& on) {
+  if (!to.want_weight && !to.want_bias) return;
+  dispatch_floating(to.dweight.scalar_type(), "layer_norm_backward", [&]<typename W>(W) {
+    if constexpr (sizeof(W) <= sizeof(A) && (sizeof(A) == 4 || sizeof(W) == 8)) {
+      // Words of columns where there are enough of them to occupy the GPU.
+      constexpr int C = kVectorBytes / sizeof(A);
+      const bool wide = n % C == 0 && n >= kSumWide;
+      const dim3 grid(static_cast<unsigned>(ceil_div(n, wide ? 32 * C : 32)), to.want_weight && to.want_bias ? 2 : 1);
+      const auto kernel = wide ? layer_norm_sum_partials<W, A, C> : layer_norm_sum_partials<W, A, 1>;
+      kernel<<<grid, kSumWarps * 32, 0, on.stream()>>>(pointer<const A>(partials), to.want_weight ? pointer<W>(to.dweight) : nullptr,
+                                                       to.want_bias ? pointer<W>(to.dbias) : nullptr, blocks, n);
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
+    }
+  });
+}
 
 // Launches the resident kernel; false where no cluster can hold a row.
 template <typename X, typename D, bool LAYER>
@@ -689,25 +680,24 @@ bool backward(BackwardArgs<compute_t<X>>& args, int64_t n, const WeightGradients
   const int64_t partials = launch.blocks / launch.cluster;
   const Tensor partial = empty_contiguous({args.want_weight || args.want_bias ? 2 * partials * n : 0}, compute_dtype(like), like);
   args.partial = pointer<A>(partial);
-  const auto run = [&](auto is_ragged, auto words_each, auto is_cluster) {
-    constexpr bool CLUSTER = decltype(is_cluster)::value;
+  const auto run = [&]<bool CLUSTER>(auto is_ragged, auto words_each, std::bool_constant<CLUSTER>) {
     constexpr auto kernel = layer_norm_backward_rows<X, D, LAYER, decltype(is_ragged)::value, decltype(words_each)::value, CLUSTER>;
     allow_shared_memory<kernel>(shared_of_block(1, CLUSTER ? kMaxCluster : 1, kSlots, on.device()), on);
     launch_kernel(kernel, {launch.blocks, launch.block, launch.shared, launch.cluster}, on, args);
   };
-  using Most = std::integral_constant<int, kMostWords>;
+  using Most = Number<kMostWords>;
   const auto choose = [&](auto is_ragged) {
     constexpr bool kRareCluster = kRare || (sizeof(X) == 4 && sizeof(D) == 2);
     if (launch.cluster > 1) return run(std::bool_constant<(kRareCluster || decltype(is_ragged)::value)>{}, Most{}, std::true_type{});
     if constexpr (!decltype(is_ragged)::value) {
-      if (launch.words == 3) return run(is_ragged, std::integral_constant<int, 3>{}, std::false_type{});
+      if (launch.words == 3) return run(is_ragged, Number<3>{}, std::false_type{});
     }
     run(is_ragged, Most{}, std::false_type{});
   };
   if constexpr (kRare) choose(std::true_type{});
   else if (ragged) choose(std::true_type{});
   else choose(std::false_type{});
-  gradients.sum<A>(partial, static_cast<int>(partials), n, on);
+  sum_partials<A>(gradients, partial, static_cast<int>(partials), n, on);
   return true;
 }
 
@@ -728,7 +718,7 @@ void split_backward(SplitArgs<A>& args, const WeightGradients& gradients, const 
   const dim3 grid(static_cast<unsigned>(across), static_cast<unsigned>(slabs));
   layer_norm_split_columns<A><<<grid, kSplitThreads, 0, on.stream()>>>(args, static_cast<int>(slabs));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  gradients.sum<A>(partial, static_cast<int>(slabs), args.n, on);
+  sum_partials<A>(gradients, partial, static_cast<int>(slabs), args.n, on);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, const MaybeTensor& dsum_in, const Tensor& x_in,
@@ -736,15 +726,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_
                                                                int64_t kind, bool want_weight, bool want_bias,
                                                                std::optional<ScalarType> narrow_dtype) {
   const char* op = "layer_norm_backward";
-  const Shape s = shape_of(x_in, dims, op);
+  const Shape s(x_in, dims, op);
   check_kind(kind, want_bias, op);
-  check_device(x_in, dy_in, op, "dy");
-  check_same_sizes(x_in, dy_in, op, "dy");
+  check_backward(dy_in, x_in, stats_in, kind, s, op);
   if (dsum_in) check_same_shape(x_in, *dsum_in, op, "dsum");
   const ScalarType x_dtype = x_in.scalar_type();
-  check_device(x_in, stats_in, op, "stats");
-  FASTLAYERS_CHECK(stats_in.scalar_type() == compute_dtype(x_in) && stats_in.numel() == (kind == kLayer ? 2 : 1) * s.rows, op,
-                   "expected the stats that the forward keeps");
   const MaybeTensor weight = checked_weight(weight_in, x_in, s.n, op, "weight");
   const ScalarType weight_dtype = weight ? weight->scalar_type() : x_dtype;
   const bool small_weight = x_dtype == ScalarType::Float && is_low_precision(weight_dtype);
@@ -756,22 +742,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_
   const Launch on(x_in);
   Tensor dx = empty_result(x_in, x_dtype);
   Tensor narrow = narrow_dtype ? empty_result(x_in, *narrow_dtype) : empty_contiguous({0}, x_dtype, x_in);
-  const auto gradient = [&](bool wanted) {
-    if (!wanted) return empty_contiguous({0}, weight_dtype, x_in);
-    return weight ? empty_result(*weight, weight_dtype) : empty_contiguous({s.n}, weight_dtype, x_in);
-  };
-  want_weight = want_weight && weight.has_value();
-  WeightGradients gradients{gradient(want_weight), gradient(want_bias), want_weight, want_bias};
-  if (s.rows == 0 || s.n == 0) {
-    torch::stable::zero_(gradients.dweight);
-    torch::stable::zero_(gradients.dbias);
+  WeightGradients gradients(x_in, weight, s.n, want_weight, want_bias);
+  if (s.empty()) {
+    gradients.zero();
     return {dx, gradients.dweight, gradients.dbias, narrow};
   }
   const Tensor x = dense(x_in), dy = dense(dy_in), stats = dense(stats_in);
   const MaybeTensor dsum = dsum_in ? MaybeTensor(dense(*dsum_in)) : std::nullopt;
-  dispatch_pair<true>(x_dtype, dy.scalar_type(), op, [&](auto x_tag, auto dy_tag) {
-    using X = decltype(x_tag);
-    using D = decltype(dy_tag);
+  dispatch_pair<true>(x_dtype, dy.scalar_type(), op, [&]<typename X, typename D>(X, D) {
     using A = compute_t<X>;
     BackwardArgs<A> args{};
     args.dy = pointer<const void>(dy);
@@ -788,7 +766,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_
     args.bfloat = weight_dtype == ScalarType::BFloat16;
     args.gemma = kind == kGemma && weight.has_value();
     args.stage_wide = sizeof(X) == 2 && (args.wide_weight || args.gemma);
-    args.want_weight = want_weight;
+    args.want_weight = gradients.want_weight;
     args.want_bias = want_bias;
     if (kind == kLayer ? backward<X, D, true>(args, s.n, gradients, on, x) : backward<X, D, false>(args, s.n, gradients, on, x)) return;
     SplitArgs<A> split{};

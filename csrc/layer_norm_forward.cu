@@ -296,8 +296,7 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
     a.stats[words.at.row] = LAYER ? mean : rstd;
     if (LAYER) a.stats[a.rows + words.at.row] = rstd;
   }
-  const auto put = [&](auto type, int64_t i, const auto& v) {
-    using Out = decltype(type);
+  const auto put = [&]<typename Out>(Out, int64_t i, const auto& v) {
     constexpr int N = sizeof(v) / sizeof(A);
     store_vec<Out, N>(static_cast<Out*>(a.y) + i, pack<Out>(v));
   };
@@ -491,8 +490,8 @@ void forward(ForwardArgs<compute_t<X>>& args, const ForwardTensors& tensors, int
   args.lane_bits = log2_of(row.threads);
   LaunchShape shape{ceil_div(args.rows, row.block / row.threads), row.block};
   if (row.cluster > 1) shape.blocks = args.rows * row.cluster, shape.cluster = row.cluster;
-  const auto run = [&](auto is_layer, auto is_mixed, auto is_whole, auto built) {
-    constexpr bool LAYER = decltype(is_layer)::value, MIXED = decltype(is_mixed)::value, WHOLE = decltype(is_whole)::value;
+  const auto run = [&]<bool LAYER, bool MIXED, bool WHOLE>(std::bool_constant<LAYER>, std::bool_constant<MIXED>, std::bool_constant<WHOLE>,
+                                                         auto built) {
     if constexpr (kClusters) {
       if (row.cluster > 1) return launch_kernel(layer_norm_forward_rows<X, R, LAYER, MIXED, WHOLE, most_of(decltype(built){}), true>, shape, on, args);
     }
@@ -528,7 +527,7 @@ void set_residual(ForwardTensors& t, const MaybeTensor& residual, const char* op
 
 std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x, const MaybeTensor& residual, const MaybeTensor& weight,
                                               const MaybeTensor& bias, int64_t dims, double eps, int64_t kind, ScalarType dtype, bool keep) {
-  const Shape s = shape_of(x, dims, op);
+  const Shape s(x, dims, op);
   check_kind(kind, bias.has_value(), op);
   const ScalarType x_dtype = x.scalar_type();
   const bool small_out = x_dtype == ScalarType::Float && is_low_precision(dtype);
@@ -543,12 +542,11 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x, c
 
   const Launch on(x);
   t.y = empty_result(x, dtype);
-  t.stats = keep ? empty_contiguous({kind == kLayer ? 2 : 1, s.rows}, compute_dtype(x), x) : empty_contiguous({0}, compute_dtype(x), x);
+  t.stats = empty_stats(keep, kind, s, x);
   set_residual(t, residual, op);
-  if (s.rows == 0 || s.n == 0) return {t.y, t.sum, t.stats};
+  if (s.empty()) return {t.y, t.sum, t.stats};
   t.x = dense(x);
-  dispatch_floating(x_dtype, op, [&](auto tag) {
-    using X = decltype(tag);
+  dispatch_floating(x_dtype, op, [&]<typename X>(X) {
     using A = compute_t<X>;
     ForwardArgs<A> args{};
     args.x = pointer<const void>(t.x);
@@ -573,21 +571,10 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x, c
   return {t.y, t.sum, t.stats};
 }
 
-std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, int64_t dims, const MaybeTensor& weight, const MaybeTensor& bias, double eps,
-                                              int64_t kind, ScalarType dtype, bool keep) {
-  auto [y, sum, stats] = forward_op("layer_norm_forward", x, std::nullopt, weight, bias, dims, eps, kind, dtype, keep);
-  return {y, stats};
-}
-
-std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const Tensor& residual, int64_t dims, const MaybeTensor& weight,
-                                                          const MaybeTensor& bias, double eps, int64_t kind, ScalarType dtype, bool keep) {
-  return forward_op("add_layer_norm_forward", x, residual, weight, bias, dims, eps, kind, dtype, keep);
-}
-
 }  // namespace
 }  // namespace fastlayers
 
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
-  m.impl("layer_norm_forward", TORCH_BOX(&fastlayers::layer_norm_forward));
-  m.impl("add_layer_norm_forward", TORCH_BOX(&fastlayers::add_layer_norm_forward));
+  m.impl("layer_norm_forward", TORCH_BOX(&fastlayers::layer_norm_forward_op<fastlayers::forward_op>));
+  m.impl("add_layer_norm_forward", TORCH_BOX(&fastlayers::add_layer_norm_forward_op<fastlayers::forward_op>));
 }

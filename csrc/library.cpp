@@ -1,5 +1,5 @@
 // The schemas of every op that csrc implements. The kernels register themselves beside their code:
-// <family>.cu for CUDA, <family>.cpp for CPU. No autograd here: the stable ABI has none, so fastlayers/ops wraps these.
+// <family>*.cu for CUDA, <family>.cpp for CPU. No autograd here: the stable ABI has none, so fastlayers/ops wraps these.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {

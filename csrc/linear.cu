@@ -19,8 +19,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
   ColumnThread<V> me(c, blockIdx.x);
   Vec<A, V> sum = filled<A, V>(A(0));
   const auto nothing = static_cast<unsigned>(n >> 62);
-  me.template for_rows<kSumRows>(c, [&](auto count, int64_t row) {
-    constexpr int U = count.value;
+  me.template for_rows<kSumRows>(c, [&]<int U>(Number<U>, int64_t row) {
     const int64_t first = row * c.columns + me.column;
     Vec<T, V> w[U];
 #pragma unroll
@@ -54,8 +53,7 @@ Tensor sums_of(const Tensor& x, ScalarType dtype) {
   }
   const Launch launch(x);
   const T* px = pointer<const T>(x);
-  const auto run = [&](auto vector, int64_t rows_at_once) {
-    constexpr int W = decltype(vector)::value;
+  const auto run = [&]<int W>(Number<W>, int64_t rows_at_once) {
     Columns c = Columns::plan<A>(rows / rows_at_once, width * rows_at_once, W, launch.device());
     c.ends_within = rows % rows_at_once != 0;
     const int64_t pieces = c.pieces * rows_at_once;
@@ -65,8 +63,8 @@ Tensor sums_of(const Tensor& x, ScalarType dtype) {
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     if (!sums) launch_add_pieces<S>(partial, result.mutable_data_ptr(), 1, pieces, width, launch);
   };
-  if (aligned(px)) run(std::integral_constant<int, V>{}, V / std::gcd<int64_t>(V, width));
-  else run(std::integral_constant<int, 1>{}, 1);
+  if (aligned(px)) run(Number<V>{}, V / std::gcd<int64_t>(V, width));
+  else run(Number<1>{}, 1);
   return result;
 }
 
@@ -77,8 +75,7 @@ Tensor column_sum_op(const Tensor& x, ScalarType dtype) {
   const char* op = "column_sum";
   FASTLAYERS_CHECK(x.dim() == 2 && x.is_contiguous(), op, "expected a contiguous matrix");
   MaybeTensor result;
-  dispatch_floating(x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.scalar_type(), op, [&]<typename T>(T) {
     if (dtype == x.scalar_type()) {
       result = sums_of<T, T>(x, dtype);
     } else {

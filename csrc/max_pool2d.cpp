@@ -208,8 +208,7 @@ std::tuple<Tensor, Tensor> max_pool2d_forward(const Tensor& x_in, Numbers kernel
                         : empty_contiguous({0}, ScalarType::Byte, x_in);
   if (y.numel() == 0) return {y, offsets};
   const int64_t line = static_cast<int64_t>(width.out) * images.inner;  // of the result
-  dispatch_floating(x_in.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x_in.scalar_type(), op, [&]<typename T>(T) {
     const T* x = pointer<const T>(x_in);
     T* to = pointer<T>(y);
     uint8_t* kept = keep ? pointer<uint8_t>(offsets) : nullptr;
@@ -252,8 +251,7 @@ Tensor max_pool2d_backward(const Tensor& dy_in, const Tensor& offsets_in, Number
   const Extent &height = images.height, &width = images.width;
   Tensor dx_out = empty_images(dy_in, channels_last, height.size, width.size, dy_in.scalar_type());
   if (dx_out.numel() == 0) return dx_out;
-  dispatch_floating(dy_in.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(dy_in.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     const T* dy = pointer<const T>(dy_in);
     const uint8_t* offsets = pointer<const uint8_t>(offsets_in);

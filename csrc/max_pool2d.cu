@@ -275,9 +275,6 @@ bool is_square(const Images<Axis>& images, int kernel, int stride) {
   return fits(images.height) && fits(images.width);
 }
 
-template <int N>
-using Number = std::integral_constant<int, N>;
-
 std::tuple<Tensor, Tensor> max_pool2d_forward(const Tensor& x, Numbers kernel, Numbers stride, Numbers padding, Numbers dilation, Numbers out,
                                               bool channels_last, bool keep) {
   const char* op = "max_pool2d_forward";
@@ -288,13 +285,11 @@ std::tuple<Tensor, Tensor> max_pool2d_forward(const Tensor& x, Numbers kernel, N
   Tensor offsets = keep ? empty_images(x, channels_last, images.height.out, images.width.out, ScalarType::Byte)
                         : empty_contiguous({0}, ScalarType::Byte, x);
   if (y.numel() == 0) return {y, offsets};
-  dispatch_floating(x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.scalar_type(), op, [&]<typename T>(T) {
     const T* px = pointer<const T>(x);
     T* py = pointer<T>(y);
     uint8_t* po = pointer<uint8_t>(offsets);
-    const auto run = [&](auto vector, auto window) {
-      constexpr int V = decltype(vector)::value, K = decltype(window)::value;
+    const auto run = [&]<int V, int K>(Number<V>, Number<K>) {
       const auto kernel = keep ? &pool_forward<T, V, K, true> : &pool_forward<T, V, K, false>;
       for_images(images.outer, images.height.out, images.width.out, images.inner / V, [&](int64_t first, const Words& words) {
         const int64_t to = first * images.out();
@@ -324,15 +319,12 @@ Tensor max_pool2d_backward(const Tensor& dy, const Tensor& offsets, Numbers kern
   const Launch launch(dy);
   Tensor dx = empty_images(dy, channels_last, images.height.size, images.width.size, dy.scalar_type());
   if (dx.numel() == 0) return dx;
-  dispatch_floating(dy.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(dy.scalar_type(), op, [&]<typename T>(T) {
     const T* g = pointer<const T>(dy);
     const uint8_t* po = pointer<const uint8_t>(offsets);
     T* d = pointer<T>(dx);
-    const auto run = [&](auto vector) {
-      constexpr int V = decltype(vector)::value;
-      const auto blocked = [&](auto window, auto step) {
-        constexpr int K = decltype(window)::value, S = decltype(step)::value;
+    const auto run = [&]<int V>(Number<V>) {
+      const auto blocked = [&]<int K, int S>(Number<K>, Number<S>) {
         const auto blocks = [](const Axis& a) { return (a.padding + a.size - 1) / S - a.padding / S + 1; };
         for_images(images.outer, blocks(images.height), blocks(images.width), images.inner / V, [&](int64_t first, const Words& words) {
           pool_backward<T, V, K, S><<<blocks_for(words.n, kThreads), kThreads, 0, launch.stream()>>>(

@@ -7,23 +7,6 @@
 namespace fastlayers::residual {
 namespace {
 
-// Calls f(I{}, O{}) for one type, or for float32 on either side of a 16-bit one.
-template <typename F>
-void dispatch_conversion(ScalarType in, ScalarType out, const char* op, F&& f) {
-  dispatch_floating(in, op, [&](auto zero) {
-    using I = decltype(zero);
-    if (in == out) return f(I{}, I{});
-    if constexpr (sizeof(I) == 2) {
-      if (out == ScalarType::Float) return f(I{}, float{});
-    }
-    if constexpr (sizeof(I) == 4) {
-      if (out == ScalarType::Half) return f(I{}, c10::Half{});
-      if (out == ScalarType::BFloat16) return f(I{}, c10::BFloat16{});
-    }
-    FASTLAYERS_CHECK(false, op, "no kernel from ", toString(in), " to ", toString(out));
-  });
-}
-
 // ---- dropout ------------------------------------------------------------------------------------------------------------
 
 constexpr int kRounds = 10;
@@ -99,35 +82,25 @@ void dropout_flat(const Dropout<I, O>& of, int64_t first, int64_t last) {
     for (int64_t i = 0; i < n; i += 4 * kCounters) philox(words + i, of.seed, static_cast<uint64_t>(start + i) / 4);
     const I* x = of.x + start;
     O* out = of.out + start;
-    if (of.residual != nullptr) {
-      const O* residual = of.residual + start;
-      for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
-        lanes.store(out + i, lanes.load(x + i) * kept<A>(words + i, of.threshold, of.scale) + lanes.load(residual + i));
-      });
-    } else {
-      for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
-        lanes.store(out + i, lanes.load(x + i) * kept<A>(words + i, of.threshold, of.scale));
-      });
-    }
+    const O* residual = of.residual == nullptr ? nullptr : of.residual + start;
+    for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
+      Vector<A> v = lanes.load(x + i) * kept<A>(words + i, of.threshold, of.scale);
+      if (residual != nullptr) v += lanes.load(residual + i);
+      lanes.store(out + i, v);
+    });
   }
 }
 
 Tensor dropout_add(const Tensor& x, const MaybeTensor& residual, double p, const Tensor& seed, ScalarType dtype) {
   const char* op = "dropout_add";
-  FASTLAYERS_CHECK(p >= 0 && p < 1, op, "expected a probability of at least 0 and less than 1, but got ", p);
-  FASTLAYERS_CHECK(seed.scalar_type() == ScalarType::Long && seed.numel() == 1, op, "expected a seed of one int64");
-  check_device(x, seed, op, "seed");
-  if (residual) check_residual(x, *residual, dtype, op);
+  const uint32_t threshold = dropout_threshold(p, seed, x, op);
   const Dims own = dims_of(x.strides());
-  const Operands operands(x, residual, result_strides(dims_of(x.sizes()), {&own}));
-  Tensor out = empty_strided(operands.sizes, operands.strides, dtype, x);
+  const Operands operands(x, residual, result_strides(dims_of(x.sizes()), {&own}), dtype, op);
+  const Tensor& out = operands.out;
   const int64_t n = out.numel();
   if (n == 0) return out;
-  const auto threshold = static_cast<uint32_t>(std::min(p * 4294967296.0 + 0.5, 4294967295.0));
   const auto key = static_cast<uint64_t>(*pointer<const int64_t>(seed));
-  dispatch_conversion(x.scalar_type(), dtype, op, [&](auto in, auto result) {
-    using I = decltype(in);
-    using O = decltype(result);
+  dispatch_pair<true>(x.scalar_type(), dtype, op, [&]<typename I, typename O>(I, O) {
     const Dropout<I, O> of{pointer<const I>(operands.x), pointer<const O>(operands.residual), pointer<O>(out), key, threshold,
                            static_cast<compute_t<O>>(1.0 / (1.0 - p))};
     torch::stable::parallel_for(0, (n + kStretch - 1) / kStretch, kGrain / kStretch, [&](int64_t first, int64_t last) {
@@ -207,27 +180,19 @@ std::vector<A> widened(const Tensor& gamma) {
   return wide;
 }
 
-void check_gamma(const Tensor& gamma, ScalarType narrow, const char* op) {
-  FASTLAYERS_CHECK(gamma.scalar_type() == narrow || (is_low_precision(narrow) && gamma.scalar_type() == ScalarType::Float), op,
-                   "expected a gamma of x's dtype, or of float32 for 16-bit x");
-}
-
 // x·gamma·keep·scale, plus the residual: gamma a vector along one dimension of x, keep a factor for each index of dimension 0.
 Tensor scale_add(const Tensor& x, const MaybeTensor& gamma, const MaybeTensor& residual, const MaybeTensor& keep, double scale,
                  ScalarType dtype) {
   const char* op = "scale_add";
-  if (residual) check_residual(x, *residual, dtype, op);
-  const Dims sizes = dims_of(x.sizes());
   const int64_t dim = gamma ? gamma_dim(*gamma, x, op) : -1;
   if (keep) check_keep(*keep, x, op);
-  const Operands operands(x, residual, product_strides(x, gamma, residual, keep, op));
-  Tensor out = empty_strided(operands.sizes, operands.strides, dtype, x);
+  const Operands operands(x, residual, product_strides(x, gamma, residual, keep, op), dtype, op);
+  const Dims& sizes = operands.sizes;
+  const Tensor& out = operands.out;
   const int64_t n = out.numel();
   if (n == 0) return out;
   if (gamma) check_gamma(*gamma, x.element_size() <= out.element_size() ? x.scalar_type() : dtype, op);
-  dispatch_conversion(x.scalar_type(), dtype, op, [&](auto in, auto result) {
-    using I = decltype(in);
-    using O = decltype(result);
+  dispatch_pair<true>(x.scalar_type(), dtype, op, [&]<typename I, typename O>(I, O) {
     using A = compute_t<O>;
     const std::vector<A> wide = gamma ? widened<A>(*gamma) : std::vector<A>();
     Factor<A> f;
@@ -329,39 +294,25 @@ void run_backward(const Backward<G, T>& b, int64_t rows, const Tensor& dgamma) {
 std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor& x_in, const Tensor& gamma, const MaybeTensor& keep,
                                               double scale) {
   constexpr const char* op = "scale_add_backward";
-  const Dims sizes = dims_of(x_in.sizes());
-  check_same_sizes(x_in, dy_in, op, "dy");
-  const int64_t dim = gamma_dim(gamma, x_in, op);
-  if (keep) check_keep(*keep, x_in, op);
-  const bool dropping = keep && sizes[0] > 1;
-  const Dims dy_strides = dims_of(dy_in.strides()), x_strides = dims_of(x_in.strides());
-  const Dims strides = dense_strides(sizes, memory_order(sizes, {&dy_strides, &x_strides}));
-  const Tensor dy = with_strides(dy_in, sizes, strides), x = with_strides(x_in, sizes, strides);
-  const int64_t n = x.numel();
-  FASTLAYERS_CHECK(n > 0, op, "expected x with at least one element");
-  const int64_t columns = dim < 0 ? 1 : sizes[dim], inner = dim >= 0 ? strides[dim] : dropping ? strides[0] : n;
-  const int64_t row = inner == 1 ? columns : inner;
-  if (dropping && (strides[0] < row || dim == 0)) {  // samples change within a row, and are dropped first
-    const Tensor kept = scale_add(dy, std::nullopt, std::nullopt, keep, scale, dy.scalar_type());
-    return scale_add_backward(kept, x, gamma, std::nullopt, 1.0);
+  GammaGradients of(dy_in, x_in, gamma, keep, op);
+  if (of.samples_change_within_a_row()) {  // they are dropped first
+    const Tensor kept = scale_add(of.dy, std::nullopt, std::nullopt, keep, scale, of.dy.scalar_type());
+    return scale_add_backward(kept, of.x, gamma, std::nullopt, 1.0);
   }
-  check_gamma(gamma, x.scalar_type(), op);
-  Tensor dx = empty_strided(sizes, strides, x.scalar_type(), x);
-  Tensor dgamma = empty_contiguous(dims_of(gamma.sizes()), gamma.scalar_type(), gamma);
-  dispatch_conversion(dy.scalar_type(), x.scalar_type(), op, [&](auto of_dy, auto of_x) {
-    using G = decltype(of_dy);
-    using T = decltype(of_x);
+  of.allocate(gamma);
+  dispatch_pair<true>(of.dy.scalar_type(), of.x.scalar_type(), op, [&]<typename G, typename T>(G, T) {
     if constexpr (sizeof(G) < sizeof(T)) {
       FASTLAYERS_CHECK(false, op, "no kernel for a dy narrower than x");
     } else {
       using A = compute_t<T>;
       const std::vector<A> wide = widened<A>(gamma);
-      const Backward<G, T> b{pointer<const G>(dy), pointer<const T>(x), pointer<T>(dx), wide.data(), pointer<const A>(keep),
-                             static_cast<A>(scale), columns, inner, dropping ? strides[0] / row : n, keep ? keep->numel() : 1};
-      run_backward(b, n / row, dgamma);
+      const Backward<G, T> b{pointer<const G>(of.dy), pointer<const T>(of.x), pointer<T>(of.dx), wide.data(), pointer<const A>(keep),
+                             static_cast<A>(scale), of.columns, of.inner, of.dropping ? of.strides[0] / of.row : of.x.numel(),
+                             keep ? keep->numel() : 1};
+      run_backward(b, of.rows(), of.dgamma);
     }
   });
-  return {dx, dgamma};
+  return {of.dx, of.dgamma};
 }
 
 }  // namespace

@@ -68,8 +68,7 @@ __global__ void __launch_bounds__(kThreads) dropout_flat(const I* x, const O* re
   using N = Narrow<I, O>;
   constexpr int V = kVector<N>;
   const auto key = static_cast<uint64_t>(*seed);
-  for_block<N, kDropoutWords>(is_aligned, n, [&](auto words, int first) {
-    constexpr int U = words.value;
+  for_block<N, kDropoutWords>(is_aligned, n, [&]<int U>(Number<U>, int first) {
     constexpr bool WHOLE = U > 1;
     Vec<I, V> wx[U];
     Vec<O, V> wr[U];
@@ -176,9 +175,7 @@ __global__ void __launch_bounds__(kThreads) scale_flat(const I* x, const O* resi
                                                       const __grid_constant__ Factor<compute_t<O>> factor) {
   using N = Narrow<I, O>;
   constexpr int V = kVector<N>;
-  const auto take = [&](auto words, auto whole, int first) {
-    constexpr int U = words.value;
-    constexpr bool WHOLE = whole.value;
+  const auto take = [&]<int U, bool WHOLE>(Number<U>, std::bool_constant<WHOLE>, int first) {
     Vec<I, V> wx[U];
     Vec<O, V> wr[U];
     unroll<U>([&](int u) {
@@ -195,8 +192,8 @@ __global__ void __launch_bounds__(kThreads) scale_flat(const I* x, const O* resi
 #pragma unroll 1
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t i = flat_index<N>(u);
-      if (is_aligned && i + V <= n) take(std::integral_constant<int, 1>{}, std::true_type{}, u);
-      else if (i < n) take(std::integral_constant<int, 1>{}, std::false_type{}, u);
+      if (is_aligned && i + V <= n) take(Number<1>{}, std::true_type{}, u);
+      else if (i < n) take(Number<1>{}, std::false_type{}, u);
     }
   } else {
     for_block<N>(is_aligned, n, [&](auto words, int first) { take(words, std::bool_constant<(words.value > 1)>{}, first); });
@@ -243,8 +240,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
     unroll<V>([&](int j) { gamma.v[j] = gamma_at<A, T>(a, me.column + j) * (KEEP ? A(1) : scale); });
   }
   const auto nothing = static_cast<unsigned>(c.repeat >> 62);
-  me.for_rows(c, [&](auto count, int64_t row) {
-    constexpr int U = count.value;
+  me.for_rows(c, [&]<int U>(Number<U>, int64_t row) {
     Vec<G, V> wg[U];
     Vec<T, V> wx[U];
     [[maybe_unused]] A factor[U];
@@ -304,14 +300,7 @@ __global__ void __launch_bounds__(kThreads) scale_backward_rows(const G* __restr
     }
     sum *= factor;
   }
-  for (int o = (r.across < 32 ? r.across : 32) >> 1; o > 0; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
-  if (r.across > 32) {
-    const int warps = r.across / 32, first = threadIdx.x / r.across * warps;
-    if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int k = 0; k < warps; ++k) sum += shared[first + k];
-  }
+  sum = across_sum(sum, shared, r.across);
   if (lane == 0 && active) partial[(row / r.columns * r.pieces + piece) * r.columns + column] = sum;
 }
 
@@ -330,20 +319,14 @@ void with_residual(bool adds, const char* op, F&& f) {
 
 Tensor dropout_add(const Tensor& x, const MaybeTensor& residual, double p, const Tensor& seed, ScalarType dtype) {
   const char* op = "dropout_add";
-  FASTLAYERS_CHECK(p >= 0 && p < 1, op, "expected a probability of at least 0 and less than 1, but got ", p);
-  FASTLAYERS_CHECK(seed.is_cuda() && seed.scalar_type() == ScalarType::Long && seed.numel() == 1, op,
-                   "expected a seed of one int64 on the GPU");
-  if (residual) check_residual(x, *residual, dtype, op);
+  const uint32_t threshold = dropout_threshold(p, seed, x, op);
   const Dims own = dims_of(x.strides());
-  const Operands operands(x, residual, result_strides(dims_of(x.sizes()), {&own}));
+  const Operands operands(x, residual, result_strides(dims_of(x.sizes()), {&own}), dtype, op);
   const Launch launch(x);
-  Tensor out = empty_strided(operands.sizes, operands.strides, dtype, x);
+  const Tensor& out = operands.out;
   const int64_t n = out.numel();
   if (n == 0) return out;
-  const auto threshold = static_cast<uint32_t>(std::min(p * 4294967296.0 + 0.5, 4294967295.0));
-  dispatch_pair<true>(x.scalar_type(), dtype, op, [&](auto zero_in, auto zero_out) {
-    using I = decltype(zero_in);
-    using O = decltype(zero_out);
+  dispatch_pair<true>(x.scalar_type(), dtype, op, [&]<typename I, typename O>(I, O) {
     using N = Narrow<I, O>;
     with_residual<I, O>(residual.has_value(), op, [&](auto adds) {
       launch_kernel(dropout_flat<I, O, decltype(adds)::value>, {flat_blocks<N, kDropoutWords>(n), kThreads}, launch,
@@ -379,22 +362,17 @@ Along make_along(const Tensor& t, int64_t dim, const Dims& sizes, const Dims& st
 Tensor scale_add(const Tensor& x, const MaybeTensor& gamma, const MaybeTensor& residual, const MaybeTensor& keep, double scale,
                  ScalarType dtype) {
   const char* op = "scale_add";
-  if (residual) check_residual(x, *residual, dtype, op);
-  const Dims sizes = dims_of(x.sizes());
   const int64_t dim = gamma ? gamma_dim(*gamma, x, op) : -1;
   if (keep) check_keep(*keep, x, op);
-  const Operands operands(x, residual, product_strides(x, gamma, residual, keep, op));
+  const Operands operands(x, residual, product_strides(x, gamma, residual, keep, op), dtype, op);
   const Launch launch(x);
-  Tensor out = empty_strided(operands.sizes, operands.strides, dtype, x);
+  const Dims& sizes = operands.sizes;
+  const Tensor& out = operands.out;
   const int64_t n = out.numel();
   if (n == 0) return out;
-  dispatch_pair<true>(x.scalar_type(), dtype, op, [&](auto zero_in, auto zero_out) {
-    using I = decltype(zero_in);
-    using O = decltype(zero_out);
+  dispatch_pair<true>(x.scalar_type(), dtype, op, [&]<typename I, typename O>(I, O) {
     using N = Narrow<I, O>;
-    const ScalarType narrow = sizeof(I) <= sizeof(O) ? x.scalar_type() : dtype;
-    FASTLAYERS_CHECK(!gamma || gamma->scalar_type() == narrow || (sizeof(N) == 2 && gamma->scalar_type() == ScalarType::Float), op,
-                     "expected a gamma of x's dtype, or of float32 for 16-bit x");
+    if (gamma) check_gamma(*gamma, sizeof(I) <= sizeof(O) ? x.scalar_type() : dtype, op);
     Factor<compute_t<O>> factor;
     factor.scale = static_cast<compute_t<O>>(scale);
     if (gamma) factor.gamma = make_along<N>(*gamma, dim, sizes, operands.strides, n);
@@ -411,44 +389,39 @@ Tensor scale_add(const Tensor& x, const MaybeTensor& gamma, const MaybeTensor& r
   return out;
 }
 
-// The pieces of memory that the backward's kernels work on.
+// Launches the backward's kernels.
 template <typename G, typename T>
 struct ScaleBackward {
   using A = compute_t<T>;
+  const GammaGradients& of;
   const G* dy;
   const T* x;
   T* dx;
   A scale;
-  int64_t repeat, columns, inner;
   const GammaArgs& gamma;
-  const Tensor& dgamma;
   const Launch& launch;
 
   // Adds the pieces up in gamma's dtype.
   void finish(const Tensor& partial, int64_t pieces) const {
-    void* const to = dgamma.mutable_data_ptr();
-    if (sizeof(T) == 2 && gamma.float32) launch_add_pieces<A>(partial, to, 1, pieces, columns, launch);
-    else launch_add_pieces<T>(partial, to, 1, pieces, columns, launch);
+    void* const to = of.dgamma.mutable_data_ptr();
+    if (sizeof(T) == 2 && gamma.float32) launch_add_pieces<A>(partial, to, 1, pieces, of.columns, launch);
+    else launch_add_pieces<T>(partial, to, 1, pieces, of.columns, launch);
   }
 
   template <int V>
-  void run_rows(const Tensor& like) const {
-    const int64_t lanes = inner / V, rows = repeat * columns;
-    const int64_t resident = 4 * static_cast<int64_t>(device_traits(launch.device()).processors);
-    RowArgs r{repeat, columns, inner, 1, static_cast<int>(std::min<int64_t>(kThreads, next_power_of_2(ceil_div(lanes, 4)))), 1};
-    r.down = kThreads / r.across;
-    const int64_t row_blocks = ceil_div(rows, r.down);
-    r.pieces = std::clamp<int64_t>(resident / row_blocks, 1, std::max<int64_t>(1, lanes / (4 * r.across)));
-    const Tensor partial = empty_partial<A>(repeat * r.pieces, columns, like);
-    launch_kernel(scale_backward_rows<G, T, V>, {row_blocks * r.pieces, kThreads}, launch, dy, x, dx, pointer<A>(partial), scale, r, gamma);
-    finish(partial, repeat * r.pieces);
+  void run_rows() const {
+    RowArgs r{of.repeat, of.columns, of.inner, 1, 1, 1};
+    const int64_t blocks = share_rows(r, of.repeat * of.columns, of.inner / V, launch);
+    const Tensor partial = empty_partial<A>(of.repeat * r.pieces, of.columns, of.x);
+    launch_kernel(scale_backward_rows<G, T, V>, {blocks, kThreads}, launch, dy, x, dx, pointer<A>(partial), scale, r, gamma);
+    finish(partial, of.repeat * r.pieces);
   }
 
   template <int V>
-  void run_columns(const Tensor& like) const {
-    const Columns c = Columns::plan<A>(repeat, columns, V, launch.device());
-    T* sums = c.pieces == 1 && dgamma.scalar_type() == like.scalar_type() ? pointer<T>(dgamma) : nullptr;
-    const Tensor partial = empty_partial<A>(sums ? 0 : c.pieces, columns, like);
+  void run_columns() const {
+    const Columns c = Columns::plan<A>(of.repeat, of.columns, V, launch.device());
+    T* sums = c.pieces == 1 && of.dgamma.scalar_type() == of.x.scalar_type() ? pointer<T>(of.dgamma) : nullptr;
+    const Tensor partial = empty_partial<A>(sums ? 0 : c.pieces, of.columns, of.x);
     const auto kernel = gamma.keep ? scale_backward_columns<G, T, V, true> : scale_backward_columns<G, T, V, false>;
     launch_kernel(kernel, {c.blocks(), c.threads(), c.shared<A>(V)}, launch, dy, x, dx, pointer<A>(partial), sums, scale, c, gamma);
     if (!sums) finish(partial, c.pieces);
@@ -459,53 +432,37 @@ struct ScaleBackward {
 std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor& x_in, const Tensor& gamma, const MaybeTensor& keep,
                                               double scale) {
   constexpr const char* op = "scale_add_backward";
-  const Dims sizes = dims_of(x_in.sizes());
-  check_same_sizes(x_in, dy_in, op, "dy");
-  const int64_t dim = gamma_dim(gamma, x_in, op);
-  if (keep) check_keep(*keep, x_in, op);
-  const bool dropping = keep && sizes[0] > 1;
-  const Dims dy_strides = dims_of(dy_in.strides()), x_strides = dims_of(x_in.strides());
-  const Dims strides = dense_strides(sizes, memory_order(sizes, {&dy_strides, &x_strides}));
-  const Tensor dy = with_strides(dy_in, sizes, strides), x = with_strides(x_in, sizes, strides);
-  const int64_t n = x.numel();
-  FASTLAYERS_CHECK(n > 0, op, "expected x with at least one element");
-  const int64_t columns = dim < 0 ? 1 : sizes[dim], inner = dim >= 0 ? strides[dim] : dropping ? strides[0] : n;
-  const int64_t repeat = n / columns / inner, row = inner == 1 ? columns : inner;
+  GammaGradients of(dy_in, x_in, gamma, keep, op);
   GammaArgs a{};
   // Where samples change within a row, or rows are too many to count in 32 bits, the samples are dropped first.
-  if (dropping && (strides[0] < row || dim == 0 || n / row > INT32_MAX)) {
-    const Tensor kept = scale_add(dy, std::nullopt, std::nullopt, keep, scale, dy.scalar_type());
-    return scale_add_backward(kept, x, gamma, std::nullopt, 1.0);
+  if (of.samples_change_within_a_row() || (of.dropping && of.rows() > INT32_MAX)) {
+    const Tensor kept = scale_add(of.dy, std::nullopt, std::nullopt, keep, scale, of.dy.scalar_type());
+    return scale_add_backward(kept, of.x, gamma, std::nullopt, 1.0);
   }
-  if (dropping) {
-    a.rows_of_sample = Divider(static_cast<uint32_t>(strides[0] / row));
-    a.samples = Divider(static_cast<uint32_t>(sizes[0]));
+  if (of.dropping) {
+    a.rows_of_sample = Divider(static_cast<uint32_t>(of.strides[0] / of.row));
+    a.samples = Divider(static_cast<uint32_t>(of.sizes[0]));
   }
-  const Launch launch(x);
-  Tensor dx = empty_strided(sizes, strides, x.scalar_type(), x);
-  Tensor dgamma = empty_contiguous(dims_of(gamma.sizes()), gamma.scalar_type(), gamma);
+  const Launch launch(of.x);
+  of.allocate(gamma);
   a.gamma = pointer<const void>(gamma);
   a.keep = pointer<const void>(keep);
   a.float32 = gamma.scalar_type() == ScalarType::Float;
-  dispatch_pair<true>(dy.scalar_type(), x.scalar_type(), op, [&](auto zero_in, auto zero_out) {
-    using G = decltype(zero_in);
-    using T = decltype(zero_out);
+  dispatch_pair<true>(of.dy.scalar_type(), of.x.scalar_type(), op, [&]<typename G, typename T>(G, T) {
     if constexpr (sizeof(G) < sizeof(T)) {
       FASTLAYERS_CHECK(false, op, "no kernel for a dy narrower than x");
     } else {
-      FASTLAYERS_CHECK(gamma.scalar_type() == x.scalar_type() || (sizeof(T) == 2 && a.float32), op,
-                       "expected a gamma of x's dtype, or of float32 for 16-bit x");
-      const ScaleBackward<G, T> backward{pointer<const G>(dy), pointer<const T>(x), pointer<T>(dx), static_cast<compute_t<T>>(scale),
-                                         repeat, columns, inner, a, dgamma, launch};
-      const auto run = [&](auto vector) {
-        if (inner > 1) backward.template run_rows<decltype(vector)::value>(x);
-        else backward.template run_columns<decltype(vector)::value>(x);
+      const ScaleBackward<G, T> backward{of, pointer<const G>(of.dy), pointer<const T>(of.x), pointer<T>(of.dx),
+                                         static_cast<compute_t<T>>(scale), a, launch};
+      const auto run = [&]<int V>(Number<V>) {
+        if (of.inner > 1) backward.template run_rows<V>();
+        else backward.template run_columns<V>();
       };
-      if (aligned(backward.dy) && aligned(backward.x) && row % kVector<T> == 0) run(std::integral_constant<int, kVector<T>>{});
-      else run(std::integral_constant<int, 1>{});
+      if (aligned(backward.dy) && aligned(backward.x) && of.row % kVector<T> == 0) run(Number<kVector<T>>{});
+      else run(Number<1>{});
     }
   });
-  return {dx, dgamma};
+  return {of.dx, of.dgamma};
 }
 
 }  // namespace

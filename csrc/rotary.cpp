@@ -130,31 +130,11 @@ Operand arrange(const Tensor& in, const Tensor& out, const Tensor& cos, const Te
   return x;
 }
 
-// Calls f(In{}, Table{}, Out{}): one type for all, or float32 tables with 16-bit operands or results.
-template <typename F>
-void dispatch_types(ScalarType in, ScalarType table, ScalarType out, F&& f) {
-  if (in == table && out == table) return dispatch_floating(in, "rotary", [&](auto zero) { f(zero, zero, zero); });
-  const bool low = is_low_precision(in), widens = low && out == ScalarType::Float;
-  const bool narrows = in == ScalarType::Float && is_low_precision(out);
-  FASTLAYERS_CHECK(table == ScalarType::Float && (narrows || widens || (low && out == in)), "rotary", "tables of ", toString(table),
-                   " do not go with operands of ", toString(in), " and results of ", toString(out));
-  const auto of = [&](auto zero) {
-    if (narrows) f(0.f, 0.f, zero);
-    else if (widens) f(zero, 0.f, 0.f);
-    else f(zero, 0.f, zero);
-  };
-  if ((narrows ? out : in) == ScalarType::Half) of(c10::Half{});
-  else of(c10::BFloat16{});
-}
-
 std::tuple<Tensor, Tensor> rotary(const Tensor& q_in, const MaybeTensor& k_in, const Tensor& cos_in, const Tensor& sin_in, bool interleaved,
                                   int64_t rotary_dim, bool backward, ScalarType dtype, int64_t head, std::vector<int64_t> q_strides,
                                   std::vector<int64_t> k_strides) {
   check_operands(q_in, k_in, cos_in, sin_in, rotary_dim, head);
-  const Dims q_sizes = dims_of(q_in.sizes()), k_sizes = k_in ? dims_of(k_in->sizes()) : Dims{0};
-  FASTLAYERS_CHECK(q_strides.size() == q_sizes.size() && k_strides.size() == k_sizes.size(), "rotary",
-                   "expected a stride for each dimension of the results");
-  Tensor q_out = empty_strided(q_sizes, q_strides, dtype, q_in), k_out = empty_strided(k_sizes, k_strides, dtype, q_in);
+  const auto [q_out, k_out] = empty_results(q_in, k_in, q_strides, k_strides, dtype);
   if (q_in.numel() == 0) return {q_out, k_out};
   const Tensor cos = with_rows(cos_in), sin = with_rows(sin_in);
   const Args a{cos.const_data_ptr(), sin.const_data_ptr(), q_in.size(-1), rotary_dim / 2, cos.size(-1) != rotary_dim, backward};

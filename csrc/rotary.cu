@@ -167,23 +167,6 @@ __global__ void __launch_bounds__(kThreads) rotate(const __grid_constant__ Args 
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
-// Calls f(In{}, Table{}, Out{}): one type for all, or float32 tables with 16-bit operands or results.
-template <typename F>
-void dispatch_types(ScalarType in, ScalarType table, ScalarType out, F&& f) {
-  if (in == table && out == table) return dispatch_floating(in, "rotary", [&](auto zero) { f(zero, zero, zero); });
-  const bool low = is_low_precision(in), widens = low && out == ScalarType::Float;
-  const bool narrows = in == ScalarType::Float && is_low_precision(out);
-  FASTLAYERS_CHECK(table == ScalarType::Float && (narrows || widens || (low && out == in)), "rotary", "tables of ", toString(table),
-                   " do not go with operands of ", toString(in), " and results of ", toString(out));
-  const auto of = [&](auto zero) {
-    if (narrows) f(0.f, 0.f, zero);
-    else if (widens) f(zero, 0.f, 0.f);
-    else f(zero, 0.f, zero);
-  };
-  if ((narrows ? out : in) == ScalarType::Half) of(__half{});
-  else of(__nv_bfloat16{});
-}
-
 Operand arrange(const Tensor& in, const Tensor& out, const Dims& cos, const Dims& sin, int64_t head, int units, int each) {
   Axis heads, positions[2];
   int found = 0;
@@ -272,11 +255,8 @@ std::tuple<Tensor, Tensor> rotary(const Tensor& q_in, const MaybeTensor& k_in, c
                                   int64_t rotary_dim, bool backward, ScalarType dtype, int64_t head, std::vector<int64_t> q_strides,
                                   std::vector<int64_t> k_strides) {
   check_operands(q_in, k_in, cos_in, sin_in, rotary_dim, head);
-  const Dims q_sizes = dims_of(q_in.sizes()), k_sizes = k_in ? dims_of(k_in->sizes()) : Dims{0};
-  FASTLAYERS_CHECK(q_strides.size() == q_sizes.size() && k_strides.size() == k_sizes.size(), "rotary",
-                   "expected a stride for each dimension of the results");
+  const auto [q_out, k_out] = empty_results(q_in, k_in, q_strides, k_strides, dtype);
   const Launch launch(q_in);
-  Tensor q_out = empty_strided(q_sizes, q_strides, dtype, q_in), k_out = empty_strided(k_sizes, k_strides, dtype, q_in);
   if (q_in.numel() == 0) return {q_out, k_out};
   const Call call{with_rows(q_in), k_in ? with_rows(*k_in) : k_out, q_out, k_out, with_rows(cos_in), with_rows(sin_in), head, interleaved};
   Args a;
@@ -286,10 +266,7 @@ std::tuple<Tensor, Tensor> rotary(const Tensor& q_in, const MaybeTensor& k_in, c
   a.pairs = static_cast<int>(rotary_dim / 2);
   a.half_tables = call.cos.size(-1) != rotary_dim;
   a.backward = backward;
-  dispatch_types(call.q.scalar_type(), call.cos.scalar_type(), dtype, [&](auto in, auto table, auto out) {
-    using In = decltype(in);
-    using Table = decltype(table);
-    using Out = decltype(out);
+  dispatch_types(call.q.scalar_type(), call.cos.scalar_type(), dtype, [&]<typename In, typename Table, typename Out>(In, Table, Out) {
     constexpr int kWord = kVectorBytes / std::max(sizeof(In), sizeof(Out));
     constexpr int kShort = kWord == 8 ? 2 : 1;  // 4 bytes, for half as many lanes of 2
     if (interleaved) {

@@ -1,9 +1,11 @@
-// What the CPU and the CUDA implementation of the rotary embedding share: what is checked, and how tables step along an operand.
+// What the CPU and the CUDA implementation of the rotary embedding share: what is checked and allocated, how tables step along an operand, and
+// the types of kernels.
 #pragma once
 
-#include "common/tensor.h"
+#include "common/dispatch.h"
 
 namespace fastlayers {
+namespace {
 
 inline void check_operands(const Tensor& q, const MaybeTensor& k, const Tensor& cos, const Tensor& sin, int64_t rotary_dim, int64_t head) {
   const int64_t dims = q.dim(), dim = dims > 0 ? q.size(-1) : 0, width = cos.dim() > 0 ? cos.size(-1) : 0;
@@ -20,6 +22,15 @@ inline void check_operands(const Tensor& q, const MaybeTensor& k, const Tensor& 
   FASTLAYERS_CHECK(k->dim() == dims, "rotary", "expected q and k with the same number of dimensions");
   for (int64_t d = 0; d < dims; ++d)
     FASTLAYERS_CHECK(d == head || q.size(d) == k->size(d), "rotary", "q and k differ in dimension ", d);
+}
+
+// Memory for the results of q and k, with these strides. Without k the second is empty.
+inline std::tuple<Tensor, Tensor> empty_results(const Tensor& q, const MaybeTensor& k, const Dims& q_strides, const Dims& k_strides,
+                                                ScalarType dtype) {
+  const Dims q_sizes = dims_of(q.sizes()), k_sizes = k ? dims_of(k->sizes()) : Dims{0};
+  FASTLAYERS_CHECK(q_strides.size() == q_sizes.size() && k_strides.size() == k_sizes.size(), "rotary",
+                   "expected a stride for each dimension of the results");
+  return {empty_strided(q_sizes, q_strides, dtype, q), empty_strided(k_sizes, k_strides, dtype, q)};
 }
 
 // The strides of a table for the dimensions of an operand before the last: 0 where it repeats.
@@ -43,4 +54,22 @@ struct Axis {
 
 inline Tensor with_rows(const Tensor& t) { return t.stride(-1) == 1 || t.size(-1) == 1 ? t : torch::stable::contiguous(t); }
 
+// Calls f(In{}, Table{}, Out{}): one type for all, or float32 tables with 16-bit operands or results.
+template <typename F>
+void dispatch_types(ScalarType in, ScalarType table, ScalarType out, F&& f) {
+  if (in == table && out == table) return dispatch_floating(in, "rotary", [&](auto zero) { f(zero, zero, zero); });
+  const bool low = is_low_precision(in), widens = low && out == ScalarType::Float;
+  const bool narrows = in == ScalarType::Float && is_low_precision(out);
+  FASTLAYERS_CHECK(table == ScalarType::Float && (narrows || widens || (low && out == in)), "rotary", "tables of ", toString(table),
+                   " do not go with operands of ", toString(in), " and results of ", toString(out));
+  const auto of = [&](auto zero) {
+    if (narrows) f(0.f, 0.f, zero);
+    else if (widens) f(zero, 0.f, 0.f);
+    else f(zero, 0.f, zero);
+  };
+  if ((narrows ? out : in) == ScalarType::Half) of(Half{});
+  else of(BFloat16{});
+}
+
+}  // namespace
 }  // namespace fastlayers

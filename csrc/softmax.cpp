@@ -3,12 +3,10 @@
 //
 //   rows     the dimension is contiguous.
 //   columns  it is strided: vectors go across the rows, some hundred of them at a time. Without a mask.
-#include "vector_softmax.h"
+#include "vector_logits.h"
 
 namespace fastlayers::softmax {
 namespace {
-
-constexpr int64_t kTile = 512;  // columns at a time
 
 // ---- rows ---------------------------------------------------------------------------------------------------------------
 
@@ -96,24 +94,12 @@ void backward_row(In* dx, const Out* dy, const Out* y, int64_t n, A scale, const
 template <typename In, typename Out, typename A = compute_t<In>>
 void forward_columns(Out* y, const In* x, int64_t n, int64_t inner, int64_t width, A scale, bool log) {
   A most[kTile], sum[kTile];
-  const auto add = [&](int64_t c, auto count) FASTLAYERS_LANES {
-    constexpr int K = decltype(count)::value;
-    for_parts<A>(width, [&](int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
-      Vector<A> v[K];
-      for (int k = 0; k < K; ++k) v[k] = lanes.load(x + (c + k) * inner + j) * scale;
-      LanesOfExponentials<A> sums;
-      if (c > 0) sums.m = load<A>(most + j), sums.s = load<A>(sum + j);
-      sums.add(v);
-      store<A>(most + j, sums.m);
-      store<A>(sum + j, sums.s);
-    });
-  };
-  int64_t c = 0;
-  for (; c + 4 <= n; c += 4) add(c, std::integral_constant<int, 4>{});
-  for (; c < n; ++c) add(c, std::integral_constant<int, 1>{});
+  add_down(most, sum, n, width, [&](int64_t c, int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
+    return lanes.load(x + c * inner + j) * scale;
+  });
   if (log)
     for (int64_t j = 0; j < width; ++j) sum[j] = std::log(sum[j]);
-  for (c = 0; c < n; ++c) {
+  for (int64_t c = 0; c < n; ++c) {
     for_parts<A>(width, [&](int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
       const Vector<A> v = lanes.load(x + c * inner + j) * scale - load<A>(most + j), s = load<A>(sum + j);
       lanes.store(y + c * inner + j, log ? v - s : exp_below_0<A>(v) / s);
@@ -139,30 +125,6 @@ void backward_columns(In* dx, const Out* dy, const Out* y, int64_t n, int64_t in
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
-
-struct Shape {
-  int64_t outer = 1, n = 1, inner = 1;
-
-  Shape(const Tensor& x, int64_t dim, const char* op) {
-    FASTLAYERS_CHECK(dim >= 0 && dim < x.dim(), op, "dim ", dim, " is out of range for a tensor of ", x.dim(), " dimensions");
-    for (int64_t d = 0; d < x.dim(); ++d) (d < dim ? outer : d == dim ? n : inner) *= x.size(d);
-  }
-
-  // f(the place of its first element, width) for a tile of columns.
-  template <typename F>
-  void for_tiles(F&& f) const {
-    const int64_t tiles = (inner + kTile - 1) / kTile;
-    const int64_t grain = std::max<int64_t>(1, kGrain / (n * std::min(inner, kTile)));
-    torch::stable::parallel_for(0, outer * tiles, grain, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) {
-        const int64_t at = i % tiles * kTile;
-        f(i / tiles * n * inner + at, std::min(kTile, inner - at));
-      }
-    });
-  }
-};
-
-Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
 // A mask that broadcasts to the rows of x.
 struct Mask {
@@ -213,17 +175,15 @@ Tensor softmax_forward(const Tensor& x_in, int64_t dim, double scale, const Mayb
   const Shape s(x_in, dim, op);
   const Dims sizes = dims_of(x_in.sizes());
   Tensor y = empty_contiguous(sizes, dtype, x_in);
-  if (s.outer * s.n * s.inner == 0) return y;
+  if (s.numel() == 0) return y;
   const bool rows = dim + 1 == x_in.dim();
   FASTLAYERS_CHECK(rows || !mask_in, op, "a mask is supported over the last dimension only, but dim is ", dim, " of ", x_in.dim());
-  const Tensor x = dense(x_in);
-  dispatch_pair(x.scalar_type(), dtype, op, [&](auto in, auto out) {
-    using In = decltype(in);
-    using Out = decltype(out);
+  const Tensor x = made_contiguous(x_in);
+  dispatch_pair(x.scalar_type(), dtype, op, [&]<typename In, typename Out>(In, Out) {
     if (!rows) {
       const In* from = pointer<const In>(x);
       Out* to = pointer<Out>(y);
-      return s.for_tiles([&](int64_t at, int64_t width) {
+      return for_tiles(s, [&](int64_t, int64_t at, int64_t width) {
         forward_columns<In, Out>(to + at, from + at, s.n, s.inner, width, static_cast<compute_t<In>>(scale), log);
       });
     }
@@ -246,18 +206,16 @@ Tensor softmax_backward(const Tensor& dy_in, const Tensor& y_in, int64_t dim, do
   const Shape s(y_in, dim, op);
   const Dims sizes = dims_of(y_in.sizes());
   Tensor dx = empty_contiguous(sizes, dtype, y_in);
-  if (s.outer * s.n * s.inner == 0) return dx;
+  if (s.numel() == 0) return dx;
   const bool rows = dim + 1 == y_in.dim();
   FASTLAYERS_CHECK(!mask_in || (rows && mask_in->scalar_type() == ScalarType::Bool), op, "expected a boolean mask over the last dimension");
-  const Tensor dy = dense(dy_in), y = dense(y_in);
-  dispatch_pair(dtype, y.scalar_type(), op, [&](auto in, auto out) {
-    using In = decltype(in);
-    using Out = decltype(out);
+  const Tensor dy = made_contiguous(dy_in), y = made_contiguous(y_in);
+  dispatch_pair(dtype, y.scalar_type(), op, [&]<typename In, typename Out>(In, Out) {
     const auto factor = static_cast<compute_t<In>>(scale);
     const Out *const g = pointer<const Out>(dy), *const p = pointer<const Out>(y);
     In* to = pointer<In>(dx);
     if (!rows)
-      return s.for_tiles([&](int64_t at, int64_t width) {
+      return for_tiles(s, [&](int64_t, int64_t at, int64_t width) {
         (log ? backward_columns<In, Out, true> : backward_columns<In, Out, false>)(to + at, g + at, p + at, s.n, s.inner, width, factor);
       });
     std::optional<Mask> mask;

@@ -44,16 +44,15 @@ Tensor spatial_sum(const Tensor& x, const MaybeTensor& y, double factor) {
   }
   Tensor out = empty_contiguous({image.images, image.channels, 1, 1}, x.scalar_type(), x);
   if (out.numel() == 0 || x.numel() == 0) return torch::stable::zero_(out);
-  dispatch_floating(x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     using W = wide_t<A>;
     const T *px = pointer<const T>(x), *py = pointer<const T>(y);
     T* po = pointer<T>(out);
     // A unit is an image whose pixels are channels last, or a contiguous plane.
     const int64_t channels = image.last ? image.channels : 1, units = image.images * image.channels / channels;
-    const Pieces p = image.last ? Pieces::of_pixels<A>(image.pixels, channels) : Pieces::of_plane(image.pixels);
-    const int64_t n = channels * image.pixels;
+    const Pieces p = image.last ? Pieces::of_pixels<A>(image.plane, channels) : Pieces::of_plane(image.plane);
+    const int64_t n = channels * image.plane;
     const Memory<A> sums(units * p.count * p.width);
     for_units(
         units, p.count, 0, n,
@@ -91,15 +90,14 @@ Tensor scale_shift(const Tensor& x, const Tensor& scale_in, const Tensor& shift_
   if (out.numel() == 0) return out;
   const Dims strides = contiguous_strides(sizes);
   const Tensor scale = with_strides(scale_in, sizes, strides), shift = with_strides(shift_in, sizes, strides);
-  dispatch_floating(x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     const T *px = pointer<const T>(x), *ps = pointer<const T>(scale), *pm = pointer<const T>(shift);
     T* po = pointer<T>(out);
     const auto by = static_cast<A>(factor);
     const int64_t channels = image.last ? image.channels : 1, units = image.images * image.channels / channels;
-    const Pieces p = image.last ? Pieces::of_pixels<A>(image.pixels, channels) : Pieces::of_plane(image.pixels);
-    const int64_t n = channels * image.pixels;
+    const Pieces p = image.last ? Pieces::of_pixels<A>(image.plane, channels) : Pieces::of_plane(image.plane);
+    const int64_t n = channels * image.plane;
     if (!image.last) {
       for_units(
           units, 0, p.count, n, [](int64_t, int64_t) {}, [](int64_t) {},

@@ -31,8 +31,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<compute_t<T>>)
   ColumnThread<V> me(c, blockIdx.x - outer * blocks);
   Vec<A, V> sum = filled<A, V>(A(0));
   const int64_t base = outer * c.repeat * c.columns + me.column;
-  me.template for_rows<kInFlight<PRODUCT>>(c, [&](auto count, int64_t row) {
-    constexpr int U = count.value;
+  me.template for_rows<kInFlight<PRODUCT>>(c, [&]<int U>(Number<U>, int64_t row) {
     Vec<T, V> wx[U];
     [[maybe_unused]] Vec<T, V> wy[U];
     unroll<U>([&](int u) {
@@ -140,8 +139,7 @@ Tensor spatial_sum(const Tensor& x, const MaybeTensor& y, double factor) {
   Tensor out = empty_contiguous({image.sizes[0], image.sizes[1], 1, 1}, x.scalar_type(), x);
   if (out.numel() == 0 || x.numel() == 0) return torch::stable::zero_(out);
   const int64_t outer = image.outer, repeat = image.repeat, columns = image.columns;
-  dispatch_floating(x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.scalar_type(), op, [&]<typename T>(T) {
     using A = compute_t<T>;
     constexpr int V = kVector<T>;
     const T* px = pointer<const T>(x);
@@ -149,8 +147,7 @@ Tensor spatial_sum(const Tensor& x, const MaybeTensor& y, double factor) {
     const auto by = static_cast<A>(factor);
     T* sums = pointer<T>(out);
     const bool whole = aligned(px) && aligned(py);
-    const auto run = [&](auto product) {
-      constexpr bool P = decltype(product)::value;
+    const auto run = [&]<bool P>(std::bool_constant<P>) {
       if (columns == 1) {
         const int across = repeat > 8 * 32 * V ? kThreads : 32;
         const auto kernel = whole && repeat % V == 0 ? &sum_rows<T, true, P> : &sum_rows<T, false, P>;
@@ -158,8 +155,7 @@ Tensor spatial_sum(const Tensor& x, const MaybeTensor& y, double factor) {
         STD_CUDA_KERNEL_LAUNCH_CHECK();
         return;
       }
-      const auto down = [&](auto vector) {
-        constexpr int W = decltype(vector)::value;
+      const auto down = [&]<int W>(Number<W>) {
         const Columns c = Columns::plan<A>(repeat, columns, W, launch.device(), outer);
         Tensor partial = empty_partial<A>(c.pieces == 1 ? 0 : outer * c.pieces, columns, x);
         sum_columns<T, W, P><<<blocks_for(c.blocks() * outer, 1), c.threads(), c.shared<A>(W), launch.stream()>>>(
@@ -167,8 +163,8 @@ Tensor spatial_sum(const Tensor& x, const MaybeTensor& y, double factor) {
         STD_CUDA_KERNEL_LAUNCH_CHECK();
         if (c.pieces > 1) launch_add_pieces<T>(partial, sums, outer, c.pieces, columns, launch);
       };
-      if (whole && columns % V == 0) down(std::integral_constant<int, V>{});
-      else down(std::integral_constant<int, 1>{});
+      if (whole && columns % V == 0) down(Number<V>{});
+      else down(Number<1>{});
     };
     if (y) run(std::true_type{});
     else run(std::false_type{});
@@ -191,8 +187,7 @@ Tensor scale_shift(const Tensor& x, const Tensor& scale_in, const Tensor& shift_
   if (n == 0) return out;
   const Dims strides = contiguous_strides(sizes);
   const Tensor scale = with_strides(scale_in, sizes, strides), shift = with_strides(shift_in, sizes, strides);
-  dispatch_floating(x.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
+  dispatch_floating(x.scalar_type(), op, [&]<typename T>(T) {
     constexpr int V = kVector<T>;
     const T* px = pointer<const T>(x);
     const T* ps = pointer<const T>(scale);

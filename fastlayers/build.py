@@ -409,7 +409,7 @@ def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: st
     cxx = find_compiler()
     tools = f"torch {torch.version}, {info.compiler}, nvcc {info.nvcc}"
     tools += "".join(f" {os.environ[name]}" for name in NVCC_FLAGS if os.environ.get(name))
-    common = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", "-std=c++17", f"-I{torch.root / 'include'}"]
+    common = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", "-std=c++20", f"-I{torch.root / 'include'}"]
 
     def compile_step(unit: tuple[Path, ...], *command: str, variant: str = "") -> Step:
         *before, source = unit

@@ -10,8 +10,6 @@
 namespace fastlayers {
 namespace {
 
-constexpr int kMaskBits = 8;  // elements to a byte
-
 #ifdef __SSE2__
 constexpr int kBytes = 16;  // to a register of byte masks
 
@@ -84,6 +82,14 @@ void gate(Word* out, const Word* grad, const uint8_t* bits, int64_t n) {
   }
 #endif
   for (; i < n; ++i) out[i] = grad[i] & static_cast<Word>(-static_cast<Word>(bits[i / kMaskBits] >> (i % kMaskBits) & 1));
+}
+
+// f(at, count) for tasks that start at whole bytes of bits, so that no two write to one byte.
+template <typename F>
+void for_bytes(int64_t n, F&& f) {
+  torch::stable::parallel_for(0, bytes_of_bits(n), kGrain / kMaskBits, [&](int64_t first, int64_t last) {
+    f(first * kMaskBits, std::min(last * kMaskBits, n) - first * kMaskBits);
+  });
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // What batch_norm and group_norm share: values per channel, how threads walk down the pixels of a channels-last tensor and merge what
-// they found, and the layouts of an (N, C, *) tensor.
+// they found.
 #pragma once
 
+#include "channel_layout.h"
 #include "moments.cuh"
 
 namespace fastlayers {
@@ -116,59 +117,12 @@ __device__ __forceinline__ void merge_down(State& state, A* shared, int x, int y
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
-// An (N, C, *) tensor as the kernels take it: contiguous or channels last, and aligned to 16 bytes, by a copy where it is not.
-struct ChannelLayout {
-  Tensor x;
-  int64_t images, channels, plane = 1;
-  bool channels_last;
-
-  ChannelLayout(const Tensor& x_in, const char* op) : x(x_in) {
-    const int64_t dims = x_in.dim();
-    FASTLAYERS_CHECK(dims >= 2 && dims <= 5, op, "expected x of 2 to 5 dimensions, but got ", dims);
-    images = x_in.size(0), channels = x_in.size(1);
-    for (int64_t d = 2; d < dims; ++d) plane *= x_in.size(d);
-    const bool contiguous = x_in.is_contiguous();
-    channels_last = !contiguous && is_channels_last(x_in);
-    if (!contiguous && !channels_last) x = torch::stable::contiguous(x_in);
-    else if (!aligned(x_in.const_data_ptr())) x = copy(x_in);
-  }
-  // Whether the channels of a pixel are neighbours in memory, as those of a single pixel are in any layout.
-  bool channels_together() const { return channels_last || plane == 1; }
-  Tensor empty(ScalarType dtype) const { return empty_strided(x.dim(), x.sizes().data(), x.strides().data(), dtype, x); }
-
-  // t, of x's shape, in x's layout.
-  Tensor bring(const Tensor& t, const char* op, const char* name) const {
-    check_device(x, t, op, name);
-    bool same = t.dim() == x.dim(), fits = same;
-    for (int64_t d = 0; d < x.dim() && same; ++d) {
-      same = t.size(d) == x.size(d);
-      fits = fits && same && (t.size(d) == 1 || t.stride(d) == x.stride(d));
-    }
-    FASTLAYERS_CHECK(same, op, "expected ", name, " of x's shape");
-    return fits && aligned(t.const_data_ptr()) ? t : copy(t);
-  }
-
-  ChannelValues values(const MaybeTensor& t, const char* op, const char* name) const {
-    if (!t) return {};
-    const ScalarType own = x.scalar_type(), dtype = t->scalar_type(), wide = compute_dtype(own);
-    FASTLAYERS_CHECK(dtype == own || dtype == wide, op, "expected ", name, " of x's dtype ", toString(own), " or ", toString(wide),
-                     ", but got ", toString(dtype));
-    check_device(x, *t, op, name);
-    FASTLAYERS_CHECK(t->numel() == channels && t->is_contiguous(), op, "expected ", name, " of ", channels, " contiguous values");
-    return {const_cast<void*>(t->const_data_ptr()), dtype == wide};
-  }
-
- private:
-  Tensor copy(const Tensor& t) const {
-    Tensor c = empty(t.scalar_type());
-    torch::stable::copy_(c, t);
-    return c;
-  }
-};
-
-// A mean and a reciprocal standard deviation for each of n channels or groups, [2, n]; none where they are not wanted.
-inline Tensor empty_stats(bool wanted, int64_t n, const Tensor& x) {
-  return wanted ? empty_contiguous({2, n}, compute_dtype(x), x) : empty_contiguous({0}, compute_dtype(x), x);
+// The values of x's channels as kernels take them.
+inline ChannelValues values_of(const ChannelLayout& x, const MaybeTensor& t, const char* op, const char* name) {
+  if (!t) return {};
+  x.check_values(*t, op, name);
+  FASTLAYERS_CHECK(t->is_contiguous(), op, "expected ", name, " of contiguous values");
+  return {const_cast<void*>(t->const_data_ptr()), t->scalar_type() == compute_dtype(x.x)};
 }
 
 }  // namespace fastlayers

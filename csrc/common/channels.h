@@ -7,7 +7,7 @@
 
 #include <memory>
 
-#include "act.h"
+#include "channel_layout.h"
 #include "vector_activations.h"
 
 namespace fastlayers {
@@ -390,33 +390,10 @@ void for_units(int64_t units, int64_t gathered, int64_t applied, int64_t element
 
 // ---- tensors ------------------------------------------------------------------------------------------------------------
 
-// An (N, C, *) tensor, contiguous or channels last; a copy where it is neither.
-struct Images {
-  Tensor x;
-  int64_t images, channels, pixels = 1;
+struct Images : ChannelLayout {
   bool last;  // the channels of a pixel are neighbours
 
-  Images(const Tensor& x_in, const char* op) : x(x_in) {
-    const int64_t dims = x_in.dim();
-    FASTLAYERS_CHECK(dims >= 2 && dims <= 5, op, "expected x of 2 to 5 dimensions, but got ", dims);
-    images = x_in.size(0), channels = x_in.size(1);
-    for (int64_t d = 2; d < dims; ++d) pixels *= x_in.size(d);
-    const bool contiguous = x_in.is_contiguous();
-    last = pixels == 1 || (!contiguous && is_channels_last(x_in));
-    if (!contiguous && !is_channels_last(x_in)) x = torch::stable::contiguous(x_in);
-  }
-  Tensor empty(ScalarType dtype) const { return empty_strided(x.dim(), x.sizes().data(), x.strides().data(), dtype, x); }
-  Tensor copy(const Tensor& t, ScalarType dtype) const {
-    Tensor c = empty(dtype);
-    torch::stable::copy_(c, t);
-    return c;
-  }
-  // t, of x's shape, in x's layout.
-  Tensor bring(const Tensor& t, const char* op, const char* name) const {
-    check_device(x, t, op, name);
-    check_same_sizes(x, t, op, name);
-    return same_layout(dims_of(x.sizes()), dims_of(t.strides()), dims_of(x.strides())) ? t : copy(t, t.scalar_type());
-  }
+  Images(const Tensor& x_in, const char* op) : ChannelLayout(x_in, op), last(channels_together()) {}
 
   // The values of the channels in the arithmetic; `otherwise` where there are none.
   template <typename T>
@@ -425,7 +402,7 @@ struct Images {
     std::vector<A> result(channels, otherwise);
     if (!t) return result;
     check_values(*t, op, name);
-    const Tensor dense = t->is_contiguous() ? *t : torch::stable::contiguous(*t);
+    const Tensor dense = made_contiguous(*t);
     if (t->scalar_type() == x.scalar_type()) std::copy_n(pointer<const T>(dense), channels, result.data());
     else std::copy_n(pointer<const A>(dense), channels, result.data());
     return result;
@@ -436,15 +413,6 @@ struct Images {
     using A = compute_t<T>;
     if (t.scalar_type() == compute_dtype(x)) std::copy_n(values.data(), channels, pointer<A>(t));
     else std::transform(values.begin(), values.end(), pointer<T>(t), [](A v) { return static_cast<T>(v); });
-  }
-
- private:
-  void check_values(const Tensor& t, const char* op, const char* name) const {
-    const ScalarType own = x.scalar_type(), dtype = t.scalar_type(), wide = compute_dtype(own);
-    FASTLAYERS_CHECK(dtype == own || dtype == wide, op, "expected ", name, " of x's dtype ", toString(own), " or ", toString(wide),
-                     ", but got ", toString(dtype));
-    check_device(x, t, op, name);
-    FASTLAYERS_CHECK(t.numel() == channels, op, "expected ", name, " of ", channels, " values");
   }
 };
 

@@ -62,11 +62,11 @@ struct ColumnThread {
     if (!active) return;
     if constexpr (ROWS > 1) {
 #pragma unroll 1
-      for (; row + (ROWS - 1) * step < c.repeat; row += ROWS * step) f(std::integral_constant<int, ROWS>{}, row);
+      for (; row + (ROWS - 1) * step < c.repeat; row += ROWS * step) f(Number<ROWS>{}, row);
     }
     const int64_t rows = c.repeat + c.ends_within;
 #pragma unroll 1
-    for (; row < rows; row += step) f(std::integral_constant<int, 1>{}, row);
+    for (; row < rows; row += step) f(Number<1>{}, row);
   }
 
   // Adds the block's sums up, and stores them to partial [pieces, columns]; or to `sums`, where it is given, being all there is.
@@ -110,6 +110,23 @@ __global__ void __launch_bounds__(kThreads) add_pieces(const compute_t<T>* parti
   sums[i] = convert<T>(sum);
 }
 
+// ---- rows ---------------------------------------------------------------------------------------------------------------
+
+// The sum over the `across` neighbouring threads that share a row: a part of a warp, or whole warps. `shared` has a slot for each warp of
+// the block.
+template <typename A>
+__device__ __forceinline__ A across_sum(A sum, A* shared, int across) {
+  for (int o = (across < 32 ? across : 32) >> 1; o > 0; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+  if (across > 32) {
+    const int warps = across / 32, first = threadIdx.x / across * warps;
+    if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int k = 0; k < warps; ++k) sum += shared[first + k];
+  }
+  return sum;
+}
+
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
 template <typename A>
@@ -119,14 +136,24 @@ Tensor empty_partial(int64_t pieces, int64_t columns, const Tensor& like) {
 
 template <typename T>
 void launch_add_pieces(const Tensor& partial, void* sums, int64_t outer, int64_t pieces, int64_t columns, const Launch& launch) {
-  const auto run = [&](auto results) {
-    constexpr int kResults = decltype(results)::value;
-    add_pieces<T, kResults><<<blocks_for(outer * columns, kResults), kThreads, 0, launch.stream()>>>(
+  const auto run = [&]<int RESULTS>(Number<RESULTS>) {
+    add_pieces<T, RESULTS><<<blocks_for(outer * columns, RESULTS), kThreads, 0, launch.stream()>>>(
         static_cast<const compute_t<T>*>(partial.const_data_ptr()), static_cast<T*>(sums), outer, pieces, columns);
   };
-  if (pieces < kThreads / 8) run(std::integral_constant<int, 32>{});
-  else run(std::integral_constant<int, kSector>{});
+  if (pieces < kThreads / 8) run(Number<32>{});
+  else run(Number<kSector>{});
   STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// Shares rows of so many words out to `across` threads of a block each, or cuts them into pieces, a block each. Returns the blocks.
+template <typename Args>
+int64_t share_rows(Args& a, int64_t rows, int64_t words, const Launch& launch) {
+  const int64_t resident = 4 * static_cast<int64_t>(device_traits(launch.device()).processors);
+  a.across = static_cast<int>(std::min<int64_t>(kThreads, next_power_of_2(ceil_div(words, 4))));
+  a.down = kThreads / a.across;
+  const int64_t row_blocks = ceil_div(rows, a.down);
+  a.pieces = std::clamp<int64_t>(resident / row_blocks, 1, std::max<int64_t>(1, words / (4 * a.across)));
+  return row_blocks * a.pieces;
 }
 
 }  // namespace

@@ -1,9 +1,7 @@
-// The vocabulary of device code: vectors of 16 bytes, conversions, division by a constant; and the choice of a kernel by dtype.
+// The vocabulary of device code: vectors of 16 bytes, conversions, division by a constant.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "dispatch.h"
 #include "launch.cuh"
 
 namespace fastlayers {
@@ -146,35 +144,5 @@ struct Divider {
   }
   __device__ __forceinline__ uint32_t quotient(uint32_t n) const { return (__umulhi(n, magic) + n) >> shift; }
 };
-
-// Calls f(T{}) with the C++ type of a floating dtype that the kernels take.
-template <typename F>
-inline void dispatch_floating(ScalarType dtype, const char* op, F&& f) {
-  switch (dtype) {
-    case ScalarType::Half: return f(__half{});
-    case ScalarType::BFloat16: return f(__nv_bfloat16{});
-    case ScalarType::Float: return f(float{});
-    case ScalarType::Double: return f(double{});
-    default: FASTLAYERS_CHECK(false, op, "expected float16, bfloat16, float32 or float64, but got ", toString(dtype));
-  }
-}
-
-// Calls f(In{}, Out{}) for the pairs of dtypes that kernels are built for: one dtype twice, or 16 bits in and float32 out; where the
-// pair may also NARROW, float32 in and 16 bits out.
-template <bool NARROW = false, typename F>
-inline void dispatch_pair(ScalarType in, ScalarType out, const char* op, F&& f) {
-  dispatch_floating(in, op, [&](auto tag) {
-    using In = decltype(tag);
-    if (in == out) return f(In{}, In{});
-    if constexpr (sizeof(In) == 2) {
-      if (out == ScalarType::Float) return f(In{}, float{});
-    }
-    if constexpr (NARROW && sizeof(In) == 4) {
-      if (out == ScalarType::Half) return f(In{}, __half{});
-      if (out == ScalarType::BFloat16) return f(In{}, __nv_bfloat16{});
-    }
-    FASTLAYERS_CHECK(false, op, "no kernel from ", toString(in), " to ", toString(out));
-  });
-}
 
 }  // namespace fastlayers

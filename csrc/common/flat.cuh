@@ -61,10 +61,10 @@ template <typename T, int UNROLL = kUnroll, typename F>
 __device__ __forceinline__ void for_block(bool is_aligned, int64_t n, F&& f) {
   constexpr int64_t kBlock = static_cast<int64_t>(UNROLL) * kThreads * kVector<T>;
   if (is_aligned && (blockIdx.x + 1) * kBlock <= n) {
-    f(std::integral_constant<int, UNROLL>{}, 0);
+    f(Number<UNROLL>{}, 0);
   } else {
 #pragma unroll 1
-    for (int first = 0; first < UNROLL; ++first) f(std::integral_constant<int, 1>{}, first);
+    for (int first = 0; first < UNROLL; ++first) f(Number<1>{}, first);
   }
 }
 
@@ -72,8 +72,7 @@ __device__ __forceinline__ void for_block(bool is_aligned, int64_t n, F&& f) {
 // first call, as for_block says.
 template <typename T, int UNROLL = kUnroll, int N, typename F>
 __device__ __forceinline__ void for_words(bool is_aligned, int64_t n, const T* const (&tensors)[N], F&& f) {
-  for_block<T, UNROLL>(is_aligned, n, [&](auto words, int first) {
-    constexpr int U = words.value;
+  for_block<T, UNROLL>(is_aligned, n, [&]<int U>(Number<U>, int first) {
     constexpr bool WHOLE = U > 1;
     Vec<T, kVector<T>> w[U][N];
     unroll<U>([&](int u) {

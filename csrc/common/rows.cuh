@@ -260,13 +260,13 @@ __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_grou
 template <int... K>
 using Built = std::integer_sequence<int, K...>;
 
-// Calls f(std::integral_constant<int, K>) for the words of a launch, one of those.
+// Calls f(Number<K>) for the words of a launch, one of those.
 template <int K, int... MORE, typename F>
 void with_words(Built<K, MORE...>, int words, F&& f) {
   if constexpr (sizeof...(MORE) > 0) {
     if (words != K) return with_words(Built<MORE...>{}, words, f);
   }
-  f(std::integral_constant<int, K>{});
+  f(Number<K>{});
 }
 
 template <int... K>
@@ -282,13 +282,6 @@ constexpr int most_of(Built<K...>) { return std::max({K...}); }
 inline Tensor dense(const Tensor& t) {
   if (!t.is_contiguous()) return torch::stable::contiguous(t);
   return aligned(t.const_data_ptr()) ? t : torch::stable::clone(t);
-}
-
-// Contiguous, of t's shape: torch gives these operations no other layout.
-inline Tensor empty_result(const Tensor& t, ScalarType dtype) {
-  const auto sizes = t.sizes();
-  if (t.is_contiguous()) return empty_strided(t.dim(), sizes.data(), t.strides().data(), dtype, t);
-  return empty_contiguous(dims_of(sizes), dtype, t);
 }
 
 }  // namespace fastlayers

@@ -9,6 +9,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #ifdef __CUDACC__
@@ -35,8 +36,15 @@ using torch::stable::Tensor;
 constexpr int kVectorBytes = 16;  // the widest load and store of one thread
 constexpr int kMaxDims = 6;       // of a broadcast, after neighbouring dimensions are merged
 
+constexpr int kMaskBits = 8;      // elements to a byte of the bits that a relu keeps for its backward
+inline int64_t bytes_of_bits(int64_t n) { return (n + kMaskBits - 1) / kMaskBits; }
+
 using Dims = std::vector<int64_t>;
 using MaybeTensor = std::optional<Tensor>;
+
+// A whole number that is known when a kernel is compiled.
+template <int N>
+using Number = std::integral_constant<int, N>;
 
 // A part of a message: text, a whole number, or another one.
 struct Said {
@@ -128,6 +136,13 @@ inline Tensor empty_contiguous(std::initializer_list<int64_t> sizes, ScalarType 
   return empty_strided(dims, sizes.begin(), strides, dtype, like);
 }
 
+// Contiguous, of t's shape: torch gives these operations no other layout.
+inline Tensor empty_result(const Tensor& t, ScalarType dtype) {
+  const auto sizes = t.sizes();
+  if (t.is_contiguous()) return empty_strided(t.dim(), sizes.data(), t.strides().data(), dtype, t);
+  return empty_contiguous(dims_of(sizes), dtype, t);
+}
+
 // Dimensions from the slowest to the fastest in memory, as torch orders those of an elementwise result. The comparison is
 // not transitive, so only TensorIterator's own insertion sort gives its answer.
 inline Dims memory_order(const Dims& sizes, std::initializer_list<const Dims*> operands) {
@@ -211,6 +226,16 @@ inline Tensor with_strides(const Tensor& t, const Dims& sizes, const Dims& strid
   torch::stable::copy_(copy, t);
   return copy;
 }
+
+// Whether a tensor fills its memory, in any order of its dimensions.
+inline bool is_dense(const Tensor& t) {
+  const Dims sizes = dims_of(t.sizes()), strides = dims_of(t.strides());
+  return same_layout(sizes, strides, dense_strides(sizes, memory_order(sizes, {&strides})));
+}
+
+// t itself where it is contiguous, else a copy that is.
+inline Tensor made_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+inline MaybeTensor made_contiguous(const MaybeTensor& t) { return t ? MaybeTensor(made_contiguous(*t)) : std::nullopt; }
 
 inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0; }
 

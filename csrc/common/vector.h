@@ -11,10 +11,7 @@
 #endif
 
 #include "cpu_library.h"
-#include "tensor.h"
-
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
+#include "dispatch.h"
 
 // Vectors stay in registers from one function to the next.
 #define FASTLAYERS_INLINE inline __attribute__((always_inline))
@@ -44,31 +41,6 @@ constexpr bool kCompact = true;
 template <typename T>
 constexpr bool kCompact = std::is_same_v<T, double> || std::is_same_v<T, c10::Half>;
 #endif
-
-// Calls f with a value of the type that dtype names.
-template <typename F>
-void dispatch_floating(ScalarType dtype, const char* op, F&& f) {
-  switch (dtype) {
-    case ScalarType::Half: return f(c10::Half{});
-    case ScalarType::BFloat16: return f(c10::BFloat16{});
-    case ScalarType::Float: return f(float{});
-    case ScalarType::Double: return f(double{});
-    default:
-      FASTLAYERS_CHECK(false, op, "expected float16, bfloat16, float32 or float64, but got ", toString(dtype));
-  }
-}
-
-// The same with two values, where the second dtype is the first, or float32 beside 16-bit values.
-template <typename F>
-void dispatch_pair(ScalarType dtype, ScalarType second, const char* op, F&& f) {
-  dispatch_floating(dtype, op, [&](auto x) {
-    if (dtype == second) return f(x, x);
-    if constexpr (sizeof(x) == 2) {
-      if (second == ScalarType::Float) return f(x, float{});
-    }
-    FASTLAYERS_CHECK(false, op, "expected ", toString(dtype), ", or float32 beside 16-bit values, but got ", toString(second));
-  });
-}
 
 #if defined(__AVX512F__)
 constexpr int kVectorWidth = 64;  // bytes
@@ -374,17 +346,6 @@ double sum_in_stretches(int64_t n, F&& sum) {
   double total = 0;
   for (const double part : sums) total += part;
   return total;
-}
-
-// The larger one, NaN where either is NaN.
-template <typename A>
-FASTLAYERS_INLINE Vector<A> larger(const Vector<A>& a, const Vector<A>& b) {
-  const Vector<A> of_numbers = a > b ? a : b;
-  return a == a ? of_numbers : a + b;  // two conditions of one result GCC takes lane by lane
-}
-template <typename A>
-FASTLAYERS_INLINE A largest_of(const Vector<A>& v) {
-  return fold<A>(v, [](A a, A b) FASTLAYERS_LANES { return a > b || a != a ? a : b; });
 }
 
 }  // namespace

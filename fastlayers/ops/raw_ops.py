@@ -24,7 +24,7 @@ R = TypeVar("R")
 class Kernels:
     """The raw ops of a family: what a call is handed, once the guard has chosen a backend.
 
-    A subclass declares each raw op as a static method with the name and the signature that ``csrc/<family>.cu`` and
+    A subclass declares each raw op as a static method with the name and the signature that ``csrc/<family>*.cu`` and
     ``fastlayers/kernels/<family>.py`` implement. The body describes the result to a trace: new tensors with the right
     shapes, dtypes and strides, without values.
 

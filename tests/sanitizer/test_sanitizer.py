@@ -21,7 +21,7 @@ REPORTS = {
 softmax: rows, float32, cuda
 ========= Invalid __global__ read of size 16 bytes
 =========     at void fastlayers::(anonymous namespace)::softmax_forward_rows<float, float, (int)1>(fastlayers::\
-(anonymous namespace)::ForwardArgs<float>)+0x1a0 in softmax.cu:250
+(anonymous namespace)::ForwardArgs<float>)+0x1a0 in softmax_forward.cu:250
 =========     by thread (0,0,0) in block (0,0,0)
 =========     Access to 0x7f3a82000400 is out of bounds
 =========     and is 1 bytes after the nearest allocation at 0x7f3a82000000 of size 1024 bytes

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "common/vector_math.h"
+#include "logits.h"
 
 namespace fastlayers {
 namespace {
@@ -86,6 +87,39 @@ FASTLAYERS_INLINE void for_scores(int64_t n, Scores&& scores, F&& f) {
     last_scores<kAtTheEnd, A>(v, i, n, scores);
     f(v);
   }
+}
+
+// The maxima and sums of exponentials of `width` columns of n scores each; scores(c, j, lanes) are those of row c in the columns from j on.
+template <typename A, typename Scores>
+FASTLAYERS_INLINE void add_down(A* most, A* sum, int64_t n, int64_t width, Scores&& scores) {
+  const auto add = [&]<int K>(int64_t c, Number<K>) FASTLAYERS_LANES {
+    for_parts<A>(width, [&](int64_t j, const Part<A>& lanes) FASTLAYERS_LANES {
+      Vector<A> v[K];
+      for (int k = 0; k < K; ++k) v[k] = scores(c + k, j, lanes);
+      LanesOfExponentials<A> sums;
+      if (c > 0) sums.m = load<A>(most + j), sums.s = load<A>(sum + j);
+      sums.add(v);
+      store<A>(most + j, sums.m);
+      store<A>(sum + j, sums.s);
+    });
+  };
+  int64_t c = 0;
+  for (; c + 4 <= n; c += 4) add(c, Number<4>{});
+  for (; c < n; ++c) add(c, Number<1>{});
+}
+
+// f(i of the first of its columns among all, their place, width) for the tiles of neighbouring columns of a tensor.
+constexpr int64_t kTile = 512;  // columns at a time: their sums stay in the first-level cache
+template <typename F>
+void for_tiles(const Shape& s, F&& f) {
+  const int64_t tiles = (s.inner + kTile - 1) / kTile;
+  const int64_t grain = std::max<int64_t>(1, kGrain / (s.n * std::min(s.inner, kTile)));
+  torch::stable::parallel_for(0, s.outer * tiles, grain, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t at = i % tiles * kTile, o = i / tiles;
+      f(o * s.inner + at, o * s.n * s.inner + at, std::min(kTile, s.inner - at));
+    }
+  });
 }
 
 }  // namespace
