@@ -25,7 +25,7 @@ from fastlayers.patching.program.executors import Facts, PythonExecutor
 from fastlayers.patching.reasons import PatchWarning, Reason
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.region import region_class
-from tests.patching.fusion.programs import INTERPRETED, PLACES, check, entries_of, recorded
+from tests.patching.fusion.programs import INTERPRETED, check, entries_of, recorded
 
 pytestmark = pytest.mark.cpu_kernels
 
@@ -46,9 +46,7 @@ def outcome(module, *inputs):
     return [out, *torch.autograd.grad(out.square().sum(), [*given, *module.parameters()])]
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_regions(device):
-    torch.manual_seed(0)
     module = Modulated().to(device)
     cls = region_class(Modulated, {})
     for rows in (8, 8, 8, 3, 3, 3):  # recorded at the second call of a shape
@@ -65,7 +63,6 @@ def test_regions(device):
 @needs_gpu
 @pytest.mark.gpu
 def test_tensors_that_are_not_aligned():
-    torch.manual_seed(0)
     module = Modulated().cuda()
     region = Modulated().cuda()
     region.load_state_dict(module.state_dict())
@@ -123,7 +120,6 @@ class Shifted(nn.Module):
         return (x + self.bias) * 0.1 - x.abs() * 0.3 + x.sin()
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_gradients_of_nothing_but_rounding(device):
     """Two orders of a sum find other roundings."""
     module = Shifted().to(device)
@@ -139,10 +135,8 @@ class Largest(nn.Module):
         return (torch.sin(x) * torch.cos(x) + x.tanh()).amax(-1)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_results_and_what_is_kept_are_of_one_run(device):
     """The largest element of a run with generated kernels may not be one of the run without them."""
-    torch.manual_seed(0)
     module, stock = Largest(), Largest()
     module.__class__ = region_class(Largest, {})
     for _ in range(4):
@@ -153,7 +147,6 @@ def test_results_and_what_is_kept_are_of_one_run(device):
     assert entry.refusal is None
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_the_name_of_a_kernel_says_what_it_does(device):
     x = torch.randn(64, 32, device=device)
     _, pointwise = check(lambda x: (x * 2).sigmoid() + 1, x)
@@ -166,7 +159,6 @@ def test_the_name_of_a_kernel_says_what_it_does(device):
     assert placed == "fused_mul_sigmoid_add__block_py_88"
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_a_norm_in_a_kernel_is_named_as_a_whole(norm, device):
     x, weight = torch.randn(64, 32, device=device), torch.rand(32, device=device)
@@ -175,7 +167,6 @@ def test_a_norm_in_a_kernel_is_named_as_a_whole(norm, device):
     assert name == f"fused_mul_sigmoid_{norm}_relu"
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_a_program_prints_as_python_that_runs(device, tmp_path):
     """With its kernels, also two of one name, and one that adds up what another one leaves."""
 
@@ -198,7 +189,6 @@ def test_a_program_prints_as_python_that_runs(device, tmp_path):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_a_kernel_that_cannot_be_compiled(device, monkeypatch):
     def fails(*args):
         raise RuntimeError("no compiler")
@@ -236,7 +226,6 @@ class Outer(nn.Module):
 
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("outer", [False, True])
-@pytest.mark.parametrize("device", PLACES)
 def test_what_was_recorded_runs_without_kernels_that_do_not_work(device, outer, wrong, monkeypatch):
     launches = []
 

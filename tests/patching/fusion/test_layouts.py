@@ -11,12 +11,11 @@ from torch import nn
 pytest.importorskip("triton")
 
 from fastlayers.patching.regions.region import region_class
-from tests.patching.fusion.programs import PLACES, check, entries_of, launches
+from tests.patching.fusion.programs import check, entries_of, launches
 
 pytestmark = pytest.mark.cpu_kernels
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_a_copy_that_may_be_told_from_its_source(device):
     """Of an input, of a result, as a result, and of what is written later: all are copies."""
     x = torch.randn(8, 4, device=device, requires_grad=True)
@@ -54,7 +53,6 @@ class Residual(nn.Module):
         return x + (self.linear(self.norm(x)) * 2).tanh()
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_tokens_of_an_image_come_in_rows(device, monkeypatch):
     monkeypatch.setattr("fastlayers.patching.regions.region.CALLS", 1)
     stock = nn.Sequential(Patches(), Residual()).to(device)

@@ -104,7 +104,6 @@ CASES = [
 @pytest.mark.parametrize("mode", ["train", "eval", "no_grad", "inference_mode", "autocast"])
 @pytest.mark.parametrize(("make", "inputs"), CASES)
 def test_bit_equal(make, inputs, mode, device, runs, deterministic):
-    torch.manual_seed(0)
     module = make().train(mode in ("train", "autocast")).to(device)
     region, moved = in_regions(module), {}
     args = torch.utils._pytree.tree_map(
@@ -137,7 +136,6 @@ class Precise(nn.Module):
 @pytest.mark.parametrize("make", [Precise, Block])
 def test_a_backward_outside_of_autocast(make, device, runs, deterministic):
     """It computes in the dtypes of the forward: a product in float32 has gradients in float32."""
-    torch.manual_seed(0)
     module = make().to(device)
     region, x = in_regions(module), tokens().to(device)
     found = []
@@ -154,7 +152,6 @@ def test_a_backward_outside_of_autocast(make, device, runs, deterministic):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_second_derivatives_outside_of_autocast(device):
-    torch.manual_seed(0)
     module = Block().to(device)
     x = tokens().to(device)
     with torch.autocast(device, torch.bfloat16):
@@ -205,7 +202,6 @@ OF_AN_OBJECT = {
 
 @pytest.mark.parametrize("change", OF_AN_OBJECT)
 def test_a_replaced_part_of_an_object_is_seen(change, runs, monkeypatch):
-    torch.manual_seed(0)
     module = Spellings()
     region, x = in_regions(module), tokens(2, 3, 8)
     for _ in range(2):
@@ -373,7 +369,6 @@ class Bottlenecks(nn.Module):
 @pytest.mark.parametrize("training", [True, False])
 def test_recorded_kernels(training, autocast, dtype, runs, deterministic):
     """Kernels of CUDA C++ and of Triton do in a region what they do op by op."""
-    torch.manual_seed(0)
     model = nn.Sequential(Block(64), Block(64, p=0.2), Bottlenecks()).to("cuda", dtype).train(training)
     region = fastlayers.patch_model(model)
     alone = copy.deepcopy(region)
@@ -389,7 +384,6 @@ def test_recorded_kernels(training, autocast, dtype, runs, deterministic):
 
 @needs_gpu
 def test_captured_in_a_cuda_graph(runs):
-    torch.manual_seed(0)
     model = fastlayers.patch_model(nn.Sequential(Block(64), Block(64)).cuda())
     x = torch.randn(2, 8, 64, device="cuda", requires_grad=True)
     wanted = [x, *model.parameters()]
@@ -509,7 +503,6 @@ class Listed(nn.Module):
 
 def test_a_whole_model_that_is_a_region_in_inference_alone(runs, monkeypatch):
     """Its gradients would all come at the end of its backward."""
-    torch.manual_seed(0)
     stock = Listed([Waves() for _ in range(4)])
     monkeypatch.setattr(plan, "MAX_WHOLE", size_of(stock) - 1)
     model = fastlayers.patch_model(copy.deepcopy(stock))
@@ -523,7 +516,6 @@ def test_a_whole_model_that_is_a_region_in_inference_alone(runs, monkeypatch):
 
 
 def test_a_region_of_too_many_operations_is_left_to_smaller_ones(monkeypatch):
-    torch.manual_seed(0)
     stock = nn.Sequential(Block(8), Block(8))
     model = fastlayers.patch_model(copy.deepcopy(stock))
     regions_made = [type(each).__fastlayers_region__ for each in (model, model[0])]
@@ -538,7 +530,6 @@ def test_a_region_of_too_many_operations_is_left_to_smaller_ones(monkeypatch):
 
 def test_a_sequential_is_tried_where_another_one_was_too_small():
     """Both are of one class, and have nothing else in common."""
-    torch.manual_seed(0)
     small, large = nn.Sequential(nn.Identity(), nn.Identity()), nn.Sequential(*(Waves() for _ in range(3)))
     model = fastlayers.patch_model(nn.Sequential(nn.LayerNorm(8), Apart(small), Apart(small), Apart(large)))
     for _ in range(8):

@@ -193,7 +193,6 @@ def test_two_forwards_before_a_backward():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", [lambda: Block(8, p=0.3), Bottleneck, Spellings])
 def test_second_derivatives(make, device):
-    torch.manual_seed(0)
     module = make().double().to(device)
     x = torch.randn(*((2, 8, 4, 4) if make is Bottleneck else (2, 3, 8)), dtype=torch.float64, device=device)
     x.requires_grad_()
@@ -222,7 +221,6 @@ def test_one_tensor_given_twice(runs, monkeypatch):
 
 
 def test_a_second_derivative_for_one_tensor_given_twice():
-    torch.manual_seed(0)
     module = Cross().double()
     region = in_regions(module)
     x = tokens(2, 3, 8, dtype=torch.float64)
@@ -251,7 +249,6 @@ def add_hook(module):
     ],
 )
 def test_a_change_of_what_is_read_by_the_way(change, runs):
-    torch.manual_seed(0)
     module = Plain()
     region = in_regions(module)
     same(module, region, tokens(2, 3, 8))
@@ -309,7 +306,6 @@ class Remembers(nn.Module):
 
 
 def test_an_assignment_that_is_taken_back(runs):
-    torch.manual_seed(0)
     module = Remembers()
     region = in_regions(module)
     for _ in range(2):
@@ -339,7 +335,6 @@ class Collects(nn.Module):
 
 
 def test_a_result_that_holds_an_argument(runs):
-    torch.manual_seed(0)
     module = Collects()
     region = in_regions(module)
     for _ in range(2):
@@ -366,7 +361,6 @@ class Makes(nn.Module):
 
 
 def test_layers_that_are_made_in_a_forward(runs, monkeypatch):
-    torch.manual_seed(0)
     module = Makes()
     region = in_regions(module)
     for x in (tokens(2, 8), tokens(2, 8)):
@@ -385,7 +379,6 @@ def test_layers_that_are_made_in_a_forward(runs, monkeypatch):
 
 
 def test_two_lambdas_in_a_line(runs):
-    torch.manual_seed(0)
     module = Plain()
     module.join, _ = lambda x, y: x - y, lambda x, y: x * y
     region = in_regions(module)
@@ -407,7 +400,6 @@ class Tied(nn.Module):
 
 
 def test_parameters_that_share_memory(runs):
-    torch.manual_seed(0)
     module = Tied()
     region = in_regions(module)
     for _ in range(2):
@@ -675,7 +667,6 @@ def test_anomaly_mode_and_profiler(executor):
 
 
 def test_training_of_several_blocks():
-    torch.manual_seed(0)
     stock = nn.Sequential(*(Block() for _ in range(3)))
     blocks = nn.Sequential(*(in_regions(block) for block in stock))
     for model in (stock, blocks):

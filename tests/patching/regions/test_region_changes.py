@@ -78,7 +78,6 @@ def own_forward(block):
     [halve, freeze, widen, swap_child, swap_parameter, hook, backward_hook, renumber, grow_dropout, own_forward, share],
 )
 def test_a_change_is_seen(change, runs):
-    torch.manual_seed(0)
     module = Block()
     region, x = in_regions(module), tokens()
     for _ in range(2):
@@ -109,7 +108,6 @@ class Optional(nn.Module):
 @pytest.mark.parametrize("order", [1, -1])
 def test_layers_that_are_missing_from_a_list(order, runs):
     """A region that had been recorded for a module without a layer ran for one that has it."""
-    torch.manual_seed(0)
     known, x = {}, tokens(2, 3, 8)
     for there in [(False, False), (True, False), (True, True)][::order]:
         module = Optional(*there)

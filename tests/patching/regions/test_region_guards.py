@@ -282,7 +282,6 @@ HELD = {
 
 @pytest.mark.parametrize("result", HELD)
 def test_what_a_module_holds_in_unusual_ways(result, ran):
-    torch.manual_seed(0)
     stock = made(result, base=Holding)
     patched = patched_as(stock)
     assert ran
@@ -483,7 +482,6 @@ class Quiet(Body):
 
 
 def test_a_context_manager_of_torch_is_followed(ran):
-    torch.manual_seed(0)
     patched_as(Quiet())
     assert ran
 

@@ -220,7 +220,6 @@ class Returns(Base):
     ],
 )
 def test_what_a_region_cannot_repeat_runs_op_by_op(kind, runs):
-    torch.manual_seed(0)
     module = kind()
     region = in_regions(module)
     for i in range(5):
@@ -245,7 +244,6 @@ class Holding(Base):
 
 @pytest.mark.parametrize("grads", [True, False])
 def test_objects_and_views_among_results(grads, runs):
-    torch.manual_seed(0)
     module = Holding()
     region = in_regions(module)
     x = torch.randn(2, 4, requires_grad=True)
@@ -366,7 +364,6 @@ class DoubledByKernels(Doubled):
 
 
 def test_kernels_of_ours_run_in_a_region(runs):
-    torch.manual_seed(0)
     module = DoubledByKernels()
     region = in_regions(module)
     for _ in range(3):

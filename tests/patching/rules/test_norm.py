@@ -324,7 +324,6 @@ class Synchronised(nn.Module):
 @pytest.mark.parametrize("fold", [False, True])
 def test_sync_batch_norm_takes_the_place_of_patched_layers(fold):
     """Converted after patching: the original forwards answer, and what is undone is the rest of the model."""
-    torch.manual_seed(0)
     model = Synchronised()
     for layer in (model.stem[1], model.bn, model.other, model.alone):
         nn.init.normal_(layer.weight), nn.init.normal_(layer.bias)
@@ -498,7 +497,6 @@ class Block(nn.Module):
 
 
 def test_children_that_are_one_operation():
-    torch.manual_seed(0)
     block = Block()
     nn.init.normal_(block.norm.weight)
     assert fused(block) == {"add_layer_norm": 2, "batch_norm_act": 1}

@@ -433,7 +433,6 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("downsample", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_basic_block(inplace, downsample, dtype):
-    torch.manual_seed(0)
     down = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)) if downsample else None
     block = BasicBlock(4, down, inplace).to(dtype)
     assert fused(block) == {"conv_batch_norm_add_act": 1, "conv_batch_norm_act": 1}
@@ -445,7 +444,6 @@ def test_basic_block(inplace, downsample, dtype):
 
 
 def test_attention_with_and_without_a_mask():
-    torch.manual_seed(0)
     block = Attention()
     x, mask = torch.randn(2, 5, 8, requires_grad=True), torch.ones(5, 5).tril()
     same(block, x)
@@ -462,7 +460,6 @@ def test_attention_with_and_without_a_mask():
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_attention_compiles_in_one_graph(dynamic):
-    torch.manual_seed(0)
     block = patch_model(Attention().eval())
     torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -477,7 +474,6 @@ def test_attention_compiles_in_one_graph(dynamic):
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_autocast(enabled):
-    torch.manual_seed(0)
     model = nn.Sequential(BasicBlock(4), BasicBlock(4, nn.Conv2d(4, 4, 1)))
     x = torch.randn(2, 4, 6, 6)
     with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -557,7 +553,6 @@ class Residual(nn.Module):
 )
 def test_children_of_unknown_classes_are_looked_at(last, reason):
     """What ``out += x`` writes must be the child's own tensor, which the child does not keep."""
-    torch.manual_seed(0)
     block = Residual(last())
     row = plan_patch(block)[""]
     assert row.reason is reason, row
@@ -576,7 +571,6 @@ def test_children_of_unknown_classes_are_looked_at(last, reason):
     ],
 )
 def test_a_child_that_was_looked_at_and_changes(change):
-    torch.manual_seed(0)
     block = patch_model(Residual(SqueezeExcite(4)).eval())
     block.conv = nn.Identity()  # so that what the child passes on is the caller's tensor
     block.seen = []

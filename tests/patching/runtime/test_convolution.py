@@ -139,7 +139,6 @@ def kernel(monkeypatch, op_by_op):
 @pytest.mark.parametrize(("make", "count"), FOLLOWED)
 @pytest.mark.parametrize("patch", [False, True])
 def test_what_follows_is_part_of_it(make, count, patch):
-    torch.manual_seed(0)
     model = warmed(make(), features())
     expected, before = infer(model, features()), features()
     if patch:
@@ -215,7 +214,6 @@ def test_an_activation_with_a_hook_or_another_one(kernel):
 @pytest.mark.parametrize(("make", "norm", "shape"), LAYERS)
 def test_weights_are_cast_once_under_autocast(make, norm, shape):
     """Autocast would cast a folded weight in every call: it keeps the casts of leaves that want a gradient alone."""
-    torch.manual_seed(0)
     x = torch.randn(shape)
     model = warmed(nn.Sequential(make(), copy.deepcopy(norm)), x)
     fold_batch_norm(model)
@@ -235,7 +233,6 @@ def test_weights_are_cast_once_under_autocast(make, norm, shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_on_a_gpu(make, count, dtype, autocast):
-    torch.manual_seed(0)
     for channels_last in (False, True):
         x = features(torch.float64, channels_last).cuda()
         model = warmed(make().double().cuda(), x)
@@ -316,7 +313,6 @@ def test_a_bias_that_is_taken_away_or_of_another_dtype(kernel):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_bias_of_its_own_on_a_gpu(make, count, acts, dtype, autocast):
-    torch.manual_seed(0)
     for channels_last in (False, True):
         x, model = features(torch.float64, channels_last).cuda(), make().double().cuda()
         exact = infer(model, x)

@@ -313,7 +313,6 @@ def test_a_region_of_a_folded_model_in_training(net):
 
 def test_folded_norms_count_as_operations():
     """A region pays for the calls that it saves, and a norm was one of them."""
-    torch.manual_seed(0)
     layers = [layer for _ in range(2) for layer in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())]
     net = warmed(nn.Sequential(nn.Sequential(*layers)), image())
     fold_batch_norm(patch_model(net))
