@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import random
 
 import pytest
@@ -142,6 +143,20 @@ def forwards(expected):
         return cls
 
     return register
+
+
+def forwards_of(expected, scope, **bodies):
+    """Registers forwards of ``x, y`` that have these bodies, by the names of their classes, in a module's ``scope``."""
+    for name, body in bodies.items():
+        lines = [
+            f"class {name}(Base):",
+            "    def forward(self, x, y):",
+            *(f"        {row}" for row in body.splitlines()),
+        ]
+        source, file = "\n".join(lines) + "\n", f"<{name} of {scope['__name__']}>"
+        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+        exec(compile(source, file, "exec"), scope)
+        forwards(expected)(scope[name])
 
 
 CASES: list = []
