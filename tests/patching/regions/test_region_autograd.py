@@ -43,6 +43,7 @@ from tests.patching.regions.blocks import (
     in_regions,
     leaves,
     recorded,
+    repeated,
     same,
     tokens,
 )
@@ -183,11 +184,11 @@ def test_a_backward_lets_go_of_the_inputs():
 def test_two_forwards_before_a_backward():
     module = Block(p=0.2)
     region, a, b = recorded(module, tokens()), tokens(), tokens().detach() * 2
+    found = []
     for kind in (module, region):
         torch.manual_seed(0)
-        (kind(a) * kind(b)).sum().backward()
-    for p, q in zip(module.parameters(), region.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+        found.append(torch.autograd.grad((kind(a) * kind(b)).sum(), [*kind.parameters()]))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -205,8 +206,7 @@ def test_second_derivatives(make, device):
         grads = torch.autograd.grad(out, wanted, create_graph=True, materialize_grads=True)
         found.append(torch.autograd.grad(sum(g.square().sum() for g in grads), wanted, materialize_grads=True))
         found[-1] += tuple(kind.buffers())
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*found)
 
 
 def test_one_tensor_given_twice(runs, monkeypatch):
@@ -307,9 +307,7 @@ class Remembers(nn.Module):
 
 def test_an_assignment_that_is_taken_back(runs):
     module = Remembers()
-    region = in_regions(module)
-    for _ in range(2):
-        same(module, region, tokens(2, 8))
+    region = repeated(module, tokens(2, 8))
     assert runs == [True, False]
     assert region.kept is None
     region(tokens(2, 8), keeps=True)
@@ -362,9 +360,7 @@ class Makes(nn.Module):
 
 def test_layers_that_are_made_in_a_forward(runs, monkeypatch):
     module = Makes()
-    region = in_regions(module)
-    for x in (tokens(2, 8), tokens(2, 8)):
-        same(module, region, x)
+    region = repeated(module, tokens(2, 8))
     assert runs == [True, False]
     for each in (module, region):
         each.act = nn.Tanh()
@@ -381,9 +377,7 @@ def test_layers_that_are_made_in_a_forward(runs, monkeypatch):
 def test_two_lambdas_in_a_line(runs):
     module = Plain()
     module.join, _ = lambda x, y: x - y, lambda x, y: x * y
-    region = in_regions(module)
-    for _ in range(2):
-        same(module, region, tokens(2, 3, 8))
+    repeated(module, tokens(2, 3, 8))
     assert not runs
 
 
@@ -400,10 +394,7 @@ class Tied(nn.Module):
 
 
 def test_parameters_that_share_memory(runs):
-    module = Tied()
-    region = in_regions(module)
-    for _ in range(2):
-        same(module, region, tokens(3, 4))
+    repeated(Tied(), tokens(3, 4))
     assert runs == [True, False]
 
 
@@ -447,13 +438,9 @@ def test_checkpointing(reentrant, device):
     found = []
     for kind in (module, region, region):
         torch.manual_seed(0)
-        found.append(
-            torch.autograd.grad(checkpoint(kind, x, use_reentrant=reentrant).sum(), x)[0] if not reentrant else None
-        )
-        if reentrant:
-            x.grad = None
-            checkpoint(kind, x, use_reentrant=True).sum().backward()
-            found[-1] = x.grad.clone()
+        x.grad = None
+        checkpoint(kind, x, use_reentrant=reentrant).sum().backward()
+        found.append(x.grad)
     assert torch.equal(found[1], found[0])
     assert torch.equal(found[2], found[0])
 
@@ -496,9 +483,9 @@ def test_a_checkpoint_frees_what_a_region_is_given(frozen):
         assert memory[0].expired()
         (dx,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
         found.append((dx, torch.autograd.grad(dx.sin().sum(), x)[0]))
-    for own in found[1:]:
-        assert torch.equal(own[0], found[0][0])
-        torch.testing.assert_close(own[1], found[0][1])
+    for dx, second in found[1:]:
+        assert torch.equal(dx, found[0][0])
+        torch.testing.assert_close(second, found[0][1])
 
 
 def kept_by(call):
@@ -562,8 +549,7 @@ def test_gradients_that_are_not_asked_for(runs):
     region = recorded(module, x)
     for wanted in (lambda kind: [x], lambda kind: [kind.gamma], lambda kind: [kind.mlp[0].weight, x]):
         found = [torch.autograd.grad(kind(x).square().sum(), wanted(kind)) for kind in (module, region)]
-        for a, b in zip(*found, strict=True):
-            assert torch.equal(a, b)
+        torch.testing.assert_close(*found, rtol=0, atol=0)
     assert runs == [True, False, False, False]
 
 
@@ -577,8 +563,7 @@ def test_batched_gradients(transform, p):
         grad = functools.partial(torch.autograd.grad, kind(x), [x, kind.gamma], retain_graph=True)
         batched = functools.partial(grad, is_grads_batched=True) if transform == "autograd" else torch.func.vmap(grad)
         found.append(batched(dys))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*found)
 
 
 def test_forward_derivatives_of_a_backward():
@@ -590,9 +575,8 @@ def test_forward_derivatives_of_a_backward():
         out = kind(x)
         with forward_ad.dual_level():
             dx = torch.autograd.grad(out, x, forward_ad.make_dual(dy, tangent))[0]
-            found.append(forward_ad.unpack_dual(dx))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
+            found.append(tuple(forward_ad.unpack_dual(dx)))
+    torch.testing.assert_close(*found)
 
 
 class Counting(TorchDispatchMode):
@@ -675,8 +659,7 @@ def test_training_of_several_blocks():
             optimizer.zero_grad()
             model(tokens()).square().mean().backward()
             optimizer.step()
-    for p, q in zip(stock.parameters(), blocks.parameters(), strict=True):
-        assert torch.equal(p, q)
+    torch.testing.assert_close([*blocks.parameters()], [*stock.parameters()], rtol=0, atol=0)
 
 
 def test_a_module_that_keeps_its_result_is_collected():
@@ -736,8 +719,7 @@ def test_compiled_autograd(compiler):
                 found.append(torch.autograd.grad(out.sum(), [x, *wanted]))
             with pytest.raises(RuntimeError, match="backward through the graph a second time"):
                 out.sum().backward()
-        for other in found[1:]:
-            torch.testing.assert_close(other, found[0])
+        torch.testing.assert_close(found[1:], [found[0]] * 3)
 
 
 @pytest.mark.parametrize("make", [Block, FlashBlock])
@@ -778,5 +760,4 @@ def test_activations_may_be_offloaded(runs):
         assert kept
         found.append((*first, *second))
     assert runs == [True, *[False] * 4]  # Under hooks a call that is recorded is a region, too.
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
+    torch.testing.assert_close(found[1:], [found[0]] * 2, rtol=0, atol=0)
