@@ -30,6 +30,7 @@ WRITTEN = False
 FLAG = False
 SETTINGS = [1, 2]
 logger = logging.getLogger(__name__)
+Pair = namedtuple("Pair", "first second")
 
 
 def doubling(function):
@@ -418,9 +419,6 @@ class AWhileLoop(Base):
             y = F.relu(x) + y
             i += 1
         return y
-
-
-Pair = namedtuple("Pair", "first second")
 
 
 @forwards(None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import linecache
 import random
 
 import pytest
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastlayers.patching import unpatch_model
+from tests.patching.harness import written
 
 FLAG = False
 TABLE = {"on": True}
@@ -148,15 +148,7 @@ def forwards(expected):
 def forwards_of(expected, scope, **bodies):
     """Registers forwards of ``x, y`` that have these bodies, by the names of their classes, in a module's ``scope``."""
     for name, body in bodies.items():
-        lines = [
-            f"class {name}(Base):",
-            "    def forward(self, x, y):",
-            *(f"        {row}" for row in body.splitlines()),
-        ]
-        source, file = "\n".join(lines) + "\n", f"<{name} of {scope['__name__']}>"
-        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-        exec(compile(source, file, "exec"), scope)
-        forwards(expected)(scope[name])
+        forwards(expected)(written(Base, body, scope, "x, y", name))
 
 
 CASES: list = []
