@@ -6,6 +6,7 @@ import copy
 import itertools
 import linecache
 import textwrap
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -127,14 +128,6 @@ def same(module, *inputs):
             judge(actual[0], expected[0], lambda *given: run(*given)[0], given)
         else:
             judge(actual, expected, run, given)
-
-
-class nullcontext:  # noqa: N801
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        return None
 
 
 def undone(model, x):

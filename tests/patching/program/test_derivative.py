@@ -15,10 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import fastlayers
 from fastlayers.patching.program.derivative import Derivative
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.regions import region as regions
-from fastlayers.patching.regions.region import Region
 
-pytestmark = pytest.mark.cpu_kernels
+pytestmark = [pytest.mark.cpu_kernels, pytest.mark.usefixtures("any_size")]
 
 
 class Reversed(torch.autograd.Function):
@@ -91,14 +89,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.act(self.compute(x, self.weight, self.table))
-
-
-@pytest.fixture
-def ran(monkeypatch):
-    monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
-    found, run = [], Region.run
-    monkeypatch.setattr(Region, "run", lambda self, *args: found.append(self) or run(self, *args))
-    return found
 
 
 def derivatives(model, x, change):
