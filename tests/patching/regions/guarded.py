@@ -130,17 +130,16 @@ def run(m, x):
     return [out.detach(), x.grad, *(p.grad for p in m.parameters())]
 
 
-def agree(stock, patched):
+def agree(stock, patched, calls=1):
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
-    for a, b in zip(run(stock, x), run(patched, x), strict=True):
-        torch.testing.assert_close(b, a)
+    for _ in range(calls):
+        torch.testing.assert_close(run(patched, x), run(stock, x))
 
 
 def patched_as(stock):
     """A patched copy that gave the same in four calls. Regions are recorded in the second one."""
     patched = fastlayers.patch_model(copy.deepcopy(stock))
-    for _ in range(4):
-        agree(stock, patched)
+    agree(stock, patched, calls=4)
     return patched
 
 

@@ -18,22 +18,12 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import fastlayers
 from fastlayers.graphs.capture import Storages
 from fastlayers.ops.guard import kept_as_is
-from fastlayers.patching.program import executors
 from fastlayers.patching.program.program import storage
-from fastlayers.patching.regions import region as regions
 from tests.harness import needs_gpu
 
-pytestmark = pytest.mark.cpu_kernels
+pytestmark = [pytest.mark.cpu_kernels, pytest.mark.usefixtures("executor", "any_size")]
 
 SCALE = 1.0
-
-
-@pytest.fixture(autouse=True, params=[executors.PythonExecutor, executors.NativeExecutor])
-def executor(request, monkeypatch):
-    if request.param is executors.NativeExecutor and executors.problem:
-        pytest.skip(executors.problem)
-    monkeypatch.setattr(regions, "executor_class", lambda: request.param)
-    monkeypatch.setitem(regions.LEAST, request.param, (1, 1))
 
 
 class Net(nn.Module):
@@ -237,9 +227,9 @@ def test_some_results_of_a_checkpoint(used):
 
 
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1, 2)])
-def test_what_a_backward_does_not_need_may_be_written(used):
+def test_what_a_backward_does_not_need_may_be_written(used, executor):
     """Such as by an optimizer's step, before a backward for some of the results or of the parameters."""
-    if regions.executor_class() is executors.PythonExecutor:
+    if executor == "python":
         pytest.skip("torch unpacks all that a Function of Python keeps")
     found = []
     for model in pair(Three):
