@@ -29,7 +29,6 @@ def biased_convolution(x, kernel, bias, weight):
 
 
 @needs_gpu
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_bias_of_a_convolution_is_added_in_the_norm_after_it(dtype, autocast):
@@ -62,7 +61,6 @@ def test_the_bias_of_a_convolution_and_what_is_written_over_their_sum(device, tr
 
 
 @needs_gpu
-@pytest.mark.gpu
 @pytest.mark.parametrize(("name", "options"), [("gelu", {}), ("gelu", {"approximate": "tanh"}), ("silu", {})])
 def test_an_activation_and_the_gradient_of_the_bias_before_it(name, options):
     """torch's, as a rule did not see it: alone in the forward, its gradient is summed where it is computed."""
@@ -82,7 +80,6 @@ def test_an_activation_and_the_gradient_of_the_bias_before_it(name, options):
 
 
 @needs_gpu
-@pytest.mark.gpu
 @pytest.mark.parametrize("norm", ["layer", "rms", "added"])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

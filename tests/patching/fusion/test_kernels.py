@@ -153,7 +153,6 @@ def test_chains(name, dtype, device):
 
 
 @needs_gpu
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", CHAINS)
 def test_as_near_to_float64_as_torch(name):
     function, shapes, _ = CHAINS[name]

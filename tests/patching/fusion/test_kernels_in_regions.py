@@ -61,7 +61,6 @@ def test_regions(device):
 
 
 @needs_gpu
-@pytest.mark.gpu
 def test_tensors_that_are_not_aligned():
     module = Modulated().cuda()
     region = Modulated().cuda()
@@ -75,7 +74,6 @@ def test_tensors_that_are_not_aligned():
 
 
 @needs_gpu
-@pytest.mark.gpu
 @pytest.mark.skipif(executors.problem is not None, reason=f"{executors.problem}")
 def test_cpp_launches_them(monkeypatch):
     region = Modulated().cuda()

@@ -151,7 +151,6 @@ NEIGHBOURS = {
 
 
 @needs_gpu
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", NEIGHBOURS)
 def test_kernels_and_their_neighbours(name, dtype):

@@ -81,7 +81,6 @@ def test_specialised(function, make, monkeypatch):
 
 
 @needs_gpu
-@pytest.mark.gpu
 @pytest.mark.parametrize(("function", "make"), [(relative, gathers), (attended, parts)])
 def test_specialised_on_a_gpu(function, make):
     _, other = check(function, *make("cuda"), noise=4)

@@ -50,7 +50,6 @@ class Together(nn.Module):
 
 
 @needs_gpu
-@pytest.mark.gpu
 @pytest.mark.skipif(executors.problem is not None, reason=f"{executors.problem}")
 def test_cpp_launches_thin_products(monkeypatch):
     region = Together("cuda")
