@@ -201,19 +201,6 @@ def test_names_and_keys():
         assert stock.load_state_dict(model.state_dict(), strict=True, assign=True) == ([], [])
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_convert_sync_batchnorm(when):
-    model, stock = cells(), nn.SyncBatchNorm.convert_sync_batchnorm(cells())
-    if when == "after":
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(patch_model(model))
-    else:
-        model = patch_model(nn.SyncBatchNorm.convert_sync_batchnorm(model))
-    assert isinstance(model[0].bn, nn.SyncBatchNorm)
-    assert list(model.state_dict()) == list(stock.state_dict())
-    same(model.eval(), stock.eval(), images())
-    assert [type(module) for module in unpatch_model(model).modules()] == [type(module) for module in stock.modules()]
-
-
 # -- copies and other processes ---------------------------------------------------------------------------------------
 
 
