@@ -28,6 +28,7 @@ from fastlayers.patching import (
 )
 from fastlayers.patching.ir.known_functions import fused_rotary, is_rotary
 from fastlayers.patching.regions import region as regions
+from tests.patching.libraries import losses
 
 
 def images(size=32):
@@ -136,25 +137,14 @@ def test_timm_layers():
     check(layers.RmsNormFp32(8), {"rms_norm": 1}, torch.randn(2, 3, 8))
 
 
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL = {**losses.SMALL, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64, "head_dim": 8}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
 TRANSFORMERS = {
     "Llama": (SMALL, "ForCausalLM", {"rms_norm (llama)": 3}),
     "Mistral": (SMALL, "ForCausalLM", {"rms_norm (llama)": 3}),
     "Qwen2": (SMALL, "ForCausalLM", {"rms_norm (llama)": 3}),
-    "Qwen3": (SMALL | {"head_dim": 8}, "ForCausalLM", {"rms_norm (llama)": 7}),
-    "Gemma2": (SMALL | {"head_dim": 8}, "ForCausalLM", {"rms_norm (gemma)": 7}),
+    "Qwen3": (SMALL, "ForCausalLM", {"rms_norm (llama)": 7}),
+    "Gemma2": (SMALL, "ForCausalLM", {"rms_norm (gemma)": 7}),
     "Olmo2": (SMALL, "ForCausalLM", {"rms_norm (olmo)": 9}),
     "Cohere": (SMALL, "ForCausalLM", {"forked_layer_norm": 2, "layer_norm (cohere)": 1}),
     "T5": (T5, "EncoderModel", {"rms_norm (t5)": 3}),
@@ -273,9 +263,7 @@ def test_a_rotary_function_of_a_part_of_each_head(width, runs, dtype, monkeypatc
         out = function(q.transpose(1, 2), k.transpose(1, 2), *tables)
         grads = torch.autograd.grad([t.float().square().sum() for t in out], (q, k))
         found.append([*out, *grads])
-    for a, b in zip(*found, strict=True):
-        assert (a.dtype, a.stride()) == (b.dtype, b.stride())
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*found, check_stride=True)
     assert bool(calls) is runs
 
 
@@ -393,8 +381,7 @@ def test_a_layer_with_experts_is_a_region(monkeypatch):
         for each, loss in zip((model, twin), losses, strict=True):
             each.zero_grad()
             loss.backward()
-        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad)
+        torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
     entries = type(model.model.layers[0]).__fastlayers_region__.entries.values()
     assert [entry.refusal for found in entries for entry in found] == [None]
     model.set_experts_implementation("eager")  # has to be seen
