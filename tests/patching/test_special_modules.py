@@ -138,21 +138,6 @@ def test_names_that_generated_source_could_not_have(cls):
 # -- compilers and transforms -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [True, False])
-def test_compile_in_one_graph(net, x, mode):
-    patch_model(net)
-    net.train(mode)
-    state = copy.deepcopy(net.state_dict())
-    expected = net(x)
-    net.load_state_dict(state)
-    torch._dynamo.reset()
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), expected)
-    gradient = torch.autograd.grad(compiled(x).square().sum(), list(net.parameters()))
-    assert len(gradient) == len(list(net.parameters()))
-
-
 def test_compile_sees_what_changes(net, x):
     """Guards of the generated forward are guards of the compiled code too."""
     patch_model(net.eval())
@@ -177,21 +162,3 @@ def test_export(net, x):
         torch.testing.assert_close(program.module()(x), expected)
     dynamic = torch.export.export(net, (x,), dynamic_shapes={"x": {0: torch.export.Dim("n", min=2)}})
     torch.testing.assert_close(dynamic.module()(torch.cat([x, x, x])), net(torch.cat([x, x, x])))
-
-
-def test_checkpointing_and_functional_call(net, x):
-    from torch.utils.checkpoint import checkpoint
-
-    net.eval()
-    x = x.requires_grad_()
-    expected = torch.autograd.grad(net(x).square().sum(), x)[0]
-    patch_model(net)
-    torch.testing.assert_close(
-        torch.autograd.grad(checkpoint(net, x, use_reentrant=False).square().sum(), x)[0], expected
-    )
-    parameters = {name: p * 1 for name, p in net.named_parameters()}
-    torch.testing.assert_close(torch.func.functional_call(net, parameters, (x,)), net(x))
-    stacked = torch.stack([x, x])
-    torch.testing.assert_close(torch.func.vmap(net)(stacked)[0], net(x))
-    gradient = torch.func.grad(lambda p: torch.func.functional_call(net, p, (x,)).square().sum())(parameters)
-    assert gradient.keys() == parameters.keys()

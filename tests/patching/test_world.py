@@ -262,21 +262,6 @@ def environment(*paths):
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, paths), *filter(None, sys.path)])}
 
 
-def test_averaged_copies():
-    model, stock = patch_model(mlp(True)), mlp(True)
-    averages = [torch.optim.swa_utils.AveragedModel(either) for either in (model, stock)]
-    for _ in range(3):
-        for either, average in zip((model, stock), averages, strict=True):
-            step(either, rows())
-            with torch.no_grad():
-                for p in either.parameters():
-                    p -= 0.001 * p.grad
-            average.update_parameters(either)
-    torch.testing.assert_close(averages[0](rows()), averages[1](rows()))
-    assert list(averages[0].state_dict()) == list(averages[1].state_dict())
-    assert repr(averages[0].module[0]).startswith("FusedMLP(")
-
-
 def test_a_shallow_copy_is_right():
     model = patch_model(mlp())
     assert torch.equal(copy.copy(model[0])(rows()), undone(model)[0](rows()))

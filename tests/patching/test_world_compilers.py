@@ -99,14 +99,6 @@ def test_a_trace_is_that_of_the_stock_model(make, trains, recorded):
     torch.testing.assert_close(found(rows()), stock(rows()))
 
 
-@pytest.mark.parametrize(("make", "x"), [(mlp, rows()), (cells, images())])
-def test_symbolic_trace_gives_the_graph_of_the_unpatched_model(make, x):
-    model = patch_model(make())
-    traced, stock = torch.fx.symbolic_trace(model), torch.fx.symbolic_trace(make())
-    assert [(n.op, n.target) for n in traced.graph.nodes] == [(n.op, n.target) for n in stock.graph.nodes]
-    same(traced, make(), x)
-
-
 class Branching(nn.Module):
     """Cannot be recorded as a whole, but torch.fx follows it."""
 

@@ -163,12 +163,13 @@ def test_transformers(name):
 
 
 def test_no_library_is_imported():
-    """Nor rich, which only printing needs."""
+    """Nor what only printing, drawing and an adapter need."""
     code = (
         "import sys, torch; from torch import nn; import fastlayers; "
         "model = fastlayers.patch_model(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())); "
         "str(fastlayers.patch_report(model)); "
-        "assert not {'rich', 'timm', 'torchvision', 'transformers'} & set(sys.modules)"
+        "assert not {'rich', 'matplotlib', 'timm', 'torchvision', 'transformers', 'diffusers'} & set(sys.modules); "
+        "assert not [m for m in sys.modules if m.startswith('fastlayers.patching.libraries.transformers')]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

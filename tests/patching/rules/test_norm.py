@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -244,47 +243,6 @@ def test_a_norm_called_twice(build):
     block = build(INIT, "x", "return F.relu(self.bn(F.relu(self.bn(self.conv(x)))))")
     assert fused(block) == {"batch_norm_act": 2}
     same(block, image())
-
-
-@pytest.mark.parametrize("name", ["bn", "act", "skip"])
-@pytest.mark.parametrize(
-    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
-)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_of_a_norm_run(build, name, register, when):
-    block = build(INIT, "x, y", "return self.act(self.skip(self.bn(self.conv(x))) + y)")
-    seen = []
-    hook = {"register_full_backward_hook": lambda m, a, b: seen.append(name)}.get(
-        register, lambda *a: seen.append(name)
-    )
-    if when == "before":
-        getattr(getattr(block, name), register)(hook)
-        assert Reason.HOOKED_CHILD in reasons(block)
-    with pytest.warns() if not plan_patch(block).patched else nullcontext():
-        patch_model(block)
-    if when == "after":
-        getattr(getattr(block, name), register)(hook)
-    block(image(), image(2, 4, 5, 4)).sum().backward()
-    assert seen == [name]
-
-
-def test_a_hook_that_changes_what_a_norm_gives(build):
-    block = build(INIT, "x", "return self.act(self.bn(self.conv(x)))")
-    patched = patch_model(copy.deepcopy(block))
-    for module in (block, patched):
-        module.bn.register_forward_hook(lambda module, args, out: out * 0 + 7)
-    assert torch.equal(patched(image()), block(image()))
-    assert patched(image()).unique().tolist() == [7]
-
-
-@pytest.mark.parametrize("other", [nn.GroupNorm(2, 4), nn.Identity(), nn.SyncBatchNorm(4), nn.InstanceNorm2d(4)])
-def test_a_norm_that_is_replaced_afterwards(build, other):
-    block = build(INIT, "x", "return self.act(self.bn(self.conv(x)))").eval()
-    patch_model(block)
-    block.bn = other.eval()
-    actual = block(image())
-    unpatch_model(block)
-    torch.testing.assert_close(actual, block(image()))
 
 
 def test_sync_batch_norm_is_left_alone():
