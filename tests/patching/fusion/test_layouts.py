@@ -68,8 +68,7 @@ def test_tokens_of_an_image_come_in_rows(device, monkeypatch):
         torch.testing.assert_close(model[1](expected), stock[1](expected))
         assert model[1](expected).is_contiguous()
         grads = [torch.autograd.grad(m(images).square().sum(), [*m.parameters()]) for m in (model, stock)]
-        for a, b in zip(*grads, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)
     entries = [entry for m in model for entry in entries_of(m)]
     assert all(entry.refusal is None for entry in entries)
     # Where torch has nothing to choose, all stays as it is.
