@@ -5,6 +5,15 @@ from __future__ import annotations
 from torch import nn
 
 
+class Parts(nn.Module):
+    """A module of the parts that it is given, and other attributes. A subclass says what its forward does with them."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
 class Block(nn.Module):
     def __init__(self, inplace=True):
         super().__init__()

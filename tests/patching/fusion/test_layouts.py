@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from fastlayers.patching.regions.region import region_class
 from tests.patching.fusion.programs import check, entries_of, launches
+from tests.patching.networks import Parts
 
 pytestmark = pytest.mark.cpu_kernels
 
@@ -44,18 +45,14 @@ class Patches(nn.Module):
         return tokens + self.positions if self.sums else tokens * 3
 
 
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(16), nn.Linear(16, 16)
-
+class Residual(Parts):
     def forward(self, x):
         return x + (self.linear(self.norm(x)) * 2).tanh()
 
 
 def test_tokens_of_an_image_come_in_rows(device, monkeypatch):
     monkeypatch.setattr("fastlayers.patching.regions.region.CALLS", 1)
-    stock = nn.Sequential(Patches(), Residual()).to(device)
+    stock = nn.Sequential(Patches(), Residual(norm=nn.LayerNorm(16), linear=nn.Linear(16, 16))).to(device)
     model, images = copy.deepcopy(stock), torch.randn(2, 3, 16, 16, device=device)
     for layer in model:
         layer.__class__ = region_class(type(layer), {})

@@ -29,6 +29,7 @@ from fastlayers.patching import (
 from fastlayers.patching.ir.known_functions import fused_rotary, is_rotary
 from fastlayers.patching.regions import region as regions
 from tests.patching.libraries import losses
+from tests.patching.networks import Parts
 
 
 def images(size=32):
@@ -188,15 +189,11 @@ def test_arguments_by_their_former_names(monkeypatch):
         def forward(self, x, gain=1.0, **kwargs):
             return (torch.relu(self.proj(x)) + x) * gain
 
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scaled = Scaled()
-
+    class Block(Parts):
         def forward(self, x, **kwargs):
             return self.scaled(x, **kwargs).tanh()
 
-    stock, x = Block(), torch.randn(3, 4)
+    stock, x = Block(scaled=Scaled()), torch.randn(3, 4)
     model = patch_model(copy.deepcopy(stock))
     assert type(model.scaled) is not Scaled
     for _ in range(3):
@@ -320,11 +317,7 @@ def test_an_attention_of_transformers_4(monkeypatch):
                 attend = ATTENTIONS[self.config.attention]
             return self.proj(attend(self, q, k, v, **kwargs).transpose(1, 2).flatten(2))
 
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.attention = nn.LayerNorm(16), Attention()
-
+    class Block(Parts):
         def forward(self, x, position_embeddings):
             return x + self.attention(self.norm(x), position_embeddings)
 
@@ -333,7 +326,7 @@ def test_an_attention_of_transformers_4(monkeypatch):
     monkeypatch.setitem(globals(), "ATTENTIONS", registry)
     monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
     monkeypatch.setattr(regions, "CALLS", 1)
-    stock, x = Block(), torch.randn(2, 5, 16)
+    stock, x = Block(norm=nn.LayerNorm(16), attention=Attention()), torch.randn(2, 5, 16)
     tables = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
     model = patch_model(copy.deepcopy(stock))
     assert dict(patch_report(model)["attention"].fused)["rotary"] == 1

@@ -13,16 +13,10 @@ from torch import nn
 from fastlayers.patching import ProfileReport, patch_model, profile_patch
 from fastlayers.patching.measure import profile as profiling
 from fastlayers.patching.measure.profile import Measurement, kind_of
+from tests.patching.networks import Parts
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(16, 16)
-        self.norm = nn.BatchNorm1d(16)
-        self.drop = nn.Dropout(0.5)
-        self.modes = []
-
+class Block(Parts):
     def forward(self, x):
         self.modes.append(torch.is_grad_enabled())
         return self.drop(self.norm(self.fc(x)))
@@ -31,7 +25,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.block = Block()
+        self.block = Block(fc=nn.Linear(16, 16), norm=nn.BatchNorm1d(16), drop=nn.Dropout(0.5), modes=[])
         self.soft = nn.Softmax(-1)
 
     def forward(self, x, labels=None):
@@ -128,17 +122,12 @@ def test_the_loss_is_what_is_differentiated(net, x):
 
 
 def test_unpatched_and_patched_take_turns(x):
-    class Seen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.soft = nn.Softmax(-1)
-            self.classes = []
-
+    class Seen(Parts):
         def forward(self, x):
             self.classes.append(repr(self.soft).split("(")[0])
             return self.soft(x)
 
-    model = Seen()
+    model = Seen(soft=nn.Softmax(-1), classes=[])
     profile_patch(model, x)
     warm = profiling.WARM_UPS
     assert model.classes[: 2 * warm + 4] == (

@@ -18,7 +18,7 @@ from fastlayers.patching import (
     verify_patch,
 )
 from fastlayers.patching.measure import verify as verification
-from tests.patching.networks import Block, Net, types_of
+from tests.patching.networks import Block, Net, Parts, types_of
 
 
 def snapshot(model):
@@ -239,12 +239,8 @@ def test_verify_with_a_model_that_remembers():
     assert model.last is None
 
 
-class Draws(nn.Module):
+class Draws(Parts):
     """As VITS: which layers are left out in training is drawn from NumPy's generator, not from torch's."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(4)
 
     def forward(self, x):
         return self.norm(x) * numpy.random.uniform(0, 1) * random.random()
@@ -252,7 +248,7 @@ class Draws(nn.Module):
 
 def test_verify_with_random_numbers_of_others():
     before = random.getstate(), numpy.random.get_state()[1].tolist()
-    report = verify_patch(Draws(), torch.randn(3, 4))
+    report = verify_patch(Draws(norm=nn.LayerNorm(4)), torch.randn(3, 4))
     assert report, report
     assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before
 

@@ -17,6 +17,7 @@ from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.regions.region import FREE, size_of
 from tests.harness import DEVICES, assert_no_worse, needs_gpu
+from tests.patching.networks import Parts
 from tests.patching.regions import blocks
 from tests.patching.regions.blocks import (
     Attend,
@@ -42,12 +43,8 @@ pytestmark = [
 ]
 
 
-class Many(nn.Module):
+class Many(Parts):
     """Several results, one without a gradient and one that is no tensor; and keyword arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
 
     def forward(self, x, *, scale=1.0, more=None, **options):
         y = self.norm(self.a(x).relu() * scale)
@@ -228,7 +225,7 @@ def test_a_branch_that_was_not_taken(runs):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_several_results_and_keywords(device, runs):
-    module = Many().to(device)
+    module = Many(a=nn.Linear(8, 8), b=nn.Linear(8, 8), norm=nn.LayerNorm(8)).to(device)
     region, x = in_regions(module), tokens(3, 8, device=device)
     for options in ({}, {"scale": 2.0}, {"more": {"other": torch.ones(8, device=device)}}, {"shift": 1}):
         for _ in range(2):

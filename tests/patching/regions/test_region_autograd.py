@@ -32,6 +32,7 @@ from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.regions.region import Region
 from tests.harness import DEVICES
 from tests.ops.test_squeeze_excite import SqueezeExcite, StandIns
+from tests.patching.networks import Parts
 from tests.patching.regions.blocks import (
     Block,
     Bottleneck,
@@ -103,11 +104,7 @@ for op in (noted, noted_backward):
     op.register_fake(torch.empty_like)
 
 
-class Noted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16))
-
+class Noted(Parts):
     def forward(self, x):
         return torch.ops.fastlayers_tests.noted(x * self.weight) + x
 
@@ -116,7 +113,7 @@ class Noted(nn.Module):
 def test_a_recording_runs_backwards_where_autograd_does(device, runs):
     """cuDNN makes its plans again in another thread: 5 s in EfficientNet-B0."""
     THREADS.clear()
-    region, x = in_regions(Noted().to(device)), tokens(device=device)
+    region, x = in_regions(Noted(weight=nn.Parameter(torch.randn(16))).to(device)), tokens(device=device)
     for _ in range(3):
         region(x).sum().backward()
     assert runs == [True, False, False]
@@ -287,12 +284,8 @@ def test_an_assignment_of_what_is_there(runs, monkeypatch):
     assert region.rows.dtype is torch.float64
 
 
-class Remembers(nn.Module):
+class Remembers(Parts):
     """Keeps something for a method of its own, and forgets it, as attention layers of torch_geometric do."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.kept, self.calls = nn.LayerNorm(8), None, 0
 
     def forward(self, x, keeps=False, counts=False):
         self.kept = x.exp()
@@ -306,7 +299,7 @@ class Remembers(nn.Module):
 
 
 def test_an_assignment_that_is_taken_back(runs):
-    module = Remembers()
+    module = Remembers(norm=nn.LayerNorm(8), kept=None, calls=0)
     region = repeated(module, tokens(2, 8))
     assert runs == [True, False]
     assert region.kept is None
@@ -320,12 +313,8 @@ def test_an_assignment_that_is_taken_back(runs):
     assert not any(runs[2:])
 
 
-class Collects(nn.Module):
+class Collects(Parts):
     """Returns a list that it was given, beside what it made of it, as the heads of ultralytics do."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
 
     def forward(self, levels, more):
         total = self.norm(levels[0] + levels[1]).tanh() * more["scale"]
@@ -333,7 +322,7 @@ class Collects(nn.Module):
 
 
 def test_a_result_that_holds_an_argument(runs):
-    module = Collects()
+    module = Collects(norm=nn.LayerNorm(8))
     region = in_regions(module)
     for _ in range(2):
         levels, more = [tokens(2, 8), tokens(2, 8)], {"scale": tokens(2, 8)}
@@ -400,15 +389,11 @@ def test_parameters_that_share_memory(runs):
 
 @pytest.mark.parametrize("target", ["result", "input", "parameter"])
 def test_what_backward_needs_must_not_be_written(target):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
-
+    class Layer(Parts):
         def forward(self, x):
             return self.c(torch.tanh(self.b(torch.tanh(self.a(x))) * 2) * 3).sigmoid().view(-1, 2)
 
-    module = Layer()
+    module = Layer(a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.LayerNorm(4))
     region = in_regions(module)
     for kind in (module, region, region):
         x = tokens(2, 3, 4) * 1
@@ -445,11 +430,7 @@ def test_checkpointing(reentrant, device):
     assert torch.equal(found[2], found[0])
 
 
-class Turns(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qk = nn.Linear(16, 16)
-
+class Turns(Parts):
     def forward(self, x):
         angles = torch.arange(5 * 4, device=x.device, dtype=torch.float32).view(5, 4).repeat(1, 2)
         q, k = functional.rotary(*self.qk(x).unflatten(-1, (2, 8)).unbind(-2), angles.cos(), angles.sin())
@@ -459,7 +440,7 @@ class Turns(nn.Module):
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_first_call_of_an_op_is_recorded_as_later_ones(device, runs):
     """As a checkpoint has it recorded. The op plans its calls by running torch's on tensors without memory."""
-    module, x = Turns().to(device), tokens(device=device)
+    module, x = Turns(qk=nn.Linear(16, 16)).to(device), tokens(device=device)
     rotary.plan.cache_clear()
     same(in_regions(module), module, x)
     assert runs == [True]

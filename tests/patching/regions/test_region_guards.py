@@ -22,6 +22,7 @@ from fastlayers.graphs.state import State
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.runtime.checks import original_class, rewritten_everywhere
 from tests.harness import assert_no_worse
+from tests.patching.networks import Parts
 from tests.patching.regions.guarded import (
     FACTORS,
     Body,
@@ -509,11 +510,7 @@ def test_a_logger_is_no_state_of_a_graph():
     assert state.holds()
 
 
-class Divided(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc, self.s, self.pair = nn.Linear(8, 8), 1.0, (1.0, 2)
-
+class Divided(Parts):
     def forward(self, x, by=1.0):
         y = torch.tanh(self.fc(x)).abs() + 1
         return y / self.s + y / self.pair[0] + y / by, torch.full((2,), self.s), torch.full((2,), self.pair[1])
@@ -522,7 +519,7 @@ class Divided(nn.Module):
 @pytest.mark.usefixtures("any_size")
 def test_equal_numbers_are_told_apart(ran):
     """The sign of a zero decides about that of infinity, the type of a number about the dtype of a result."""
-    stock = Divided()
+    stock = Divided(fc=nn.Linear(8, 8), s=1.0, pair=(1.0, 2))
     patched, x = fastlayers.patch_model(copy.deepcopy(stock)), torch.randn(4, 8)
     numbers = [0.0, -0.0, 1, 1.0, True, 2.0, 2, 0]
     for s, first, by in itertools.product(numbers[:5], (0.0, -0.0), (0.0, -0.0)):

@@ -15,6 +15,7 @@ from fastlayers import patch_model, patch_report, unpatch_model, verify_patch
 from fastlayers.ops import head
 from fastlayers.patching import Reason
 from tests.patching.harness import written
+from tests.patching.networks import Parts
 
 CLASSES = 1100
 
@@ -241,14 +242,10 @@ def test_classes_that_are_not_those_of_the_head(loss, targets):
 
 
 def test_few_classes_are_no_vocabulary():
-    class Classifier(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(16, 10)
-
+    class Classifier(Parts):
         def forward(self, x, targets):
             logits = self.head(x)
             return logits, F.cross_entropy(logits, targets)
 
-    net = patch_model(Classifier(), strict=True)
+    net = patch_model(Classifier(head=nn.Linear(16, 10)), strict=True)
     assert patch_report(net).counts()["cross_entropy"] == 1

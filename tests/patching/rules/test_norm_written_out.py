@@ -10,6 +10,7 @@ from torch import nn
 
 from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model
 from tests.patching.harness import fused, same, tensors, written
+from tests.patching.networks import Parts
 
 
 class LlamaRMSNorm(nn.Module):
@@ -184,11 +185,7 @@ class ScaledNorm(LlamaRMSNorm):
 @pytest.mark.parametrize("x", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("y", [torch.float32, torch.bfloat16])
 def test_a_sum_and_a_written_out_norm(cls, x, y):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc, self.norm = nn.Linear(8, 8), cls(8)
-
+    class Layer(Parts):
         def forward(self, hidden_states, other):
             residual = hidden_states
             hidden_states = residual + other
@@ -197,7 +194,7 @@ def test_a_sum_and_a_written_out_norm(cls, x, y):
             return residual + self.fc(hidden_states.to(self.fc.weight.dtype))
 
     torch.manual_seed(0)
-    layer = Layer()
+    layer = Layer(fc=nn.Linear(8, 8), norm=cls(8))
     assert fused(layer) == {"add_layer_norm" if cls is Cohere else "add_rms_norm": 1}
     a, b = (half(t, d) for t, d in zip(tensors((3, 5, 8), (3, 5, 8)), (x, y), strict=True))
     same(layer, a, b)

@@ -29,6 +29,7 @@ from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.runtime import folded_layers
 from tests.harness import assert_no_worse
 from tests.patching.harness import written
+from tests.patching.networks import Parts
 from tests.patching.runtime.folding import LAYERS, Block, Net, NormAct, image, infer, state, warmed
 
 
@@ -230,15 +231,11 @@ def test_memory_is_given_back():
 def test_shared_layers_are_right_too():
     """Nothing is overwritten, so one convolution may fold into several norms."""
 
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.a, self.b = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
-
+    class Shared(Parts):
         def forward(self, x):
             return self.b(self.conv(self.a(self.conv(x))))
 
-    model = warmed(Shared(), image())
+    model = warmed(Shared(conv=nn.Conv2d(3, 3, 1), a=nn.BatchNorm2d(3), b=nn.BatchNorm2d(3)), image())
     expected = infer(model, image())
     assert plan_fold(model).counts() == {"fold_batch_norm": 2}
     torch.testing.assert_close(infer(fold_batch_norm(model), image()), expected)
