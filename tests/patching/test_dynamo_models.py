@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from fastlayers.patching import (
-    compile_report,
-    dynamo_backend,
-)
+from fastlayers.patching import compile_report, dynamo_backend
 from tests.harness import assert_no_worse
 from tests.patching.test_dynamo import tensor
 

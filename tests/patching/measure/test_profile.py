@@ -13,7 +13,7 @@ from torch import nn
 from fastlayers.patching import ProfileReport, patch_model, profile_patch
 from fastlayers.patching.measure import profile as profiling
 from fastlayers.patching.measure.profile import Measurement, kind_of
-from tests.patching.networks import Parts
+from tests.patching.networks import Parts, Snapshot
 
 
 class Block(Parts):
@@ -65,19 +65,10 @@ def test_the_model_is_left_as_it_was(net, x, state):
     net(x).sum().backward()
     if state == "patched":
         patch_model(net)
-    classes = [type(module) for module in net.modules()]
-    values = {name: (value, value.clone()) for name, value in (*net.named_parameters(), *net.named_buffers())}
-    gradients = [(p, p.grad, p.grad.clone()) for p in net.parameters()]
-    random, given = torch.get_rng_state(), x.clone()
-    seen = []
+    before, given, seen = Snapshot(net), x.clone(), []
     next(net.parameters()).register_post_accumulate_grad_hook(seen.append)  # an optimizer in the backward
     report = profile_patch(net, x)
-    assert [type(module) for module in net.modules()] == classes
-    for name, value in (*net.named_parameters(), *net.named_buffers()):
-        assert value is values[name][0]
-        assert torch.equal(value, values[name][1])
-    assert all(p.grad is grad and torch.equal(grad, before) for p, grad, before in gradients)
-    assert torch.equal(torch.get_rng_state(), random)
+    before.check(net)
     assert torch.equal(x, given)
     assert seen == []
     assert report.patched == 3
@@ -85,12 +76,10 @@ def test_the_model_is_left_as_it_was(net, x, state):
 
 
 def test_it_is_restored_after_an_error(net, x):
-    classes = [type(module) for module in net.modules()]
-    buffers = [id(buffer) for buffer in net.buffers()]
+    before = Snapshot(net)
     with pytest.raises(RuntimeError):
         profile_patch(net, x[:, 1:])
-    assert [type(module) for module in net.modules()] == classes
-    assert [id(buffer) for buffer in net.buffers()] == buffers
+    before.check(net)
 
 
 def test_what_it_measures(net, x):
