@@ -94,6 +94,7 @@ forwards_of(
     UpdateOfADict="self.options.update(b=2)\nreturn F.relu(x) + y",
     RegisterInForward='self.register_buffer("seen", x)\nreturn F.relu(x) + y',
     GlobalStatement="global WRITTEN\nWRITTEN = True\nreturn F.relu(x) + y",
+    ADefaultThatRemembers="y = remembering_helper(y)\nreturn F.relu(x) + y",
 )
 
 forwards_of(
@@ -128,6 +129,13 @@ forwards_of(
     AModeAttribute='return F.relu(x) + y if self.mode == "fast" else x',
     ClassConstantsAndProperties="return F.relu(x * self.constant) + self.static(y) + self.classy(y) * self.prop",
     ATensorAttribute="return F.relu(x) + y * self.loose * self.mask",
+    NumbersOfTheModule=(
+        'return F.relu(x * self.scale) + y * self.count + self.sizes[0] + self.options["a"] + len(self.sizes)'
+    ),
+    AnAssertionOfTorch=(
+        'torch._assert(x.ndim == 2, f"expected 2-D, got {x.ndim}-D {x.shape!r} {self.scale:>5.1f} {3}")\n'
+        "return F.relu(x) + y"
+    ),
 )
 
 forwards_of(
@@ -139,34 +147,10 @@ forwards_of(
     AFormatCall='return F.relu(x) + y if "{}".format(x.shape[0]) == "3" else x',
     AListIndexByValue="return F.relu(x) + y * [1, 2, 3, 4][x.shape[0]]",
     NestedUnpacking="for a, b in [x.shape]:\n    y = F.relu(x) + y * a * b\nreturn y",
+    AFormatSpecOfAValue=(
+        'torch._assert(True, f"{x.ndim:{self.count + 3}}")\nreturn F.relu(x) + y if f"{x.ndim:>3}" else x'
+    ),
 )
-
-
-@forwards(None)
-class NumbersOfTheModule(Base):
-    def forward(self, x, y):
-        return F.relu(x * self.scale) + y * self.count + self.sizes[0] + self.options["a"] + len(self.sizes)
-
-
-@forwards(Reason.CHANGES_STATE)
-class ADefaultThatRemembers(Base):
-    def forward(self, x, y):
-        y = remembering_helper(y)
-        return F.relu(x) + y
-
-
-@forwards(None)
-class AnAssertionOfTorch(Base):
-    def forward(self, x, y):
-        torch._assert(x.ndim == 2, f"expected 2-D, got {x.ndim}-D {x.shape!r} {self.scale:>5.1f} {3}")
-        return F.relu(x) + y
-
-
-@forwards(Reason.DATA_DEPENDENT)
-class AFormatSpecOfAValue(Base):
-    def forward(self, x, y):
-        torch._assert(True, f"{x.ndim:{self.count + 3}}")
-        return F.relu(x) + y if f"{x.ndim:>3}" else x
 
 
 @forwards(None)
@@ -201,6 +185,18 @@ forwards_of(
     InstanceTestOfAChild="return F.relu(x) + y if isinstance(self.norm, nn.LayerNorm) else x",
     AChildSAttribute="return F.relu(x) + y * self.child.gain * self.norm.eps * self.norm.weight",
     TheParentClass="return Base.forward(self, x, y) if False else F.relu(x) + y",
+    AListOfChildren=(
+        "for i, layer in enumerate(self.layers):\n    x = F.relu(layer(x)) + y * i\n"
+        "return x + self.layers[-1](y) * len(self.layers)"
+    ),
+    ADictOfChildren=(
+        'for name, layer in self.table.items():\n    y = layer(y) if name == "one" else y\n'
+        'return F.relu(x) + self.table["one"](y)'
+    ),
+    ChildrenInAComprehension=(
+        "outs = [layer(x) for layer in self.layers]\nouts.append(y)\n"
+        "return F.relu(torch.cat(outs)) + torch.stack(outs).sum()"
+    ),
 )
 
 
@@ -215,22 +211,6 @@ class OptionalParametersAndBuffers(Base):
 
 
 @forwards(None)
-class AListOfChildren(Base):
-    def forward(self, x, y):
-        for i, layer in enumerate(self.layers):
-            x = F.relu(layer(x)) + y * i
-        return x + self.layers[-1](y) * len(self.layers)
-
-
-@forwards(None)
-class ADictOfChildren(Base):
-    def forward(self, x, y):
-        for name, layer in self.table.items():
-            y = layer(y) if name == "one" else y
-        return F.relu(x) + self.table["one"](y)
-
-
-@forwards(None)
 class AllChildrenOfAChild(Base):
     def forward(self, x, y):
         for layer in self.seq.children():
@@ -239,15 +219,21 @@ class AllChildrenOfAChild(Base):
         return F.relu(x) + y * len(names)
 
 
-@forwards(None)
-class ChildrenInAComprehension(Base):
-    def forward(self, x, y):
-        outs = [layer(x) for layer in self.layers]
-        outs.append(y)
-        return F.relu(torch.cat(outs)) + torch.stack(outs).sum()
-
-
 # -- calls ------------------------------------------------------------------------------------------------------------
+
+forwards_of(
+    Reason.TRACE_FAILED,
+    globals(),
+    AForwardThatRaises="raise NotImplementedError",
+)
+
+
+forwards_of(
+    Reason.SYNTAX,
+    globals(),
+    ATryBlock="try:\n    return F.relu(x) + y\nexcept RuntimeError:\n    return x",
+)
+
 
 forwards_of(
     None,
@@ -263,6 +249,15 @@ forwards_of(
     APartial="act = functools.partial(helper, y=y)\nreturn act(x) + sum(map(act, (x,)))",
     ADictResult='return {"out": F.relu(x) + y, "x": [x, (y, 1)]}',
     AWalrus="if (n := self.count) == 0:\n    y = y * (n + 1)\nreturn F.relu(x) + y",
+    Printing='print("shape", x.shape)\nreturn F.relu(x) + y',
+    AnEarlyRaise=(
+        'if self.mode not in ("fast", "slow"):\n    raise ValueError(f"unknown mode {self.mode!r}")\n'
+        "return F.relu(x) + y"
+    ),
+    ConditionalExpressions=(
+        'a = x if (self.maybe is None and not self.count) or self.mode == "slow" else y\n'
+        "return F.relu(a) + (y if self.scale > 1 else x)"
+    ),
 )
 
 forwards_of(
@@ -291,22 +286,6 @@ forwards_of(
     globals(),
     AMapOfUnknownLength="return F.relu(torch.cat([*map(lambda t: t * 2, x.chunk(2, -1))], -1)) + y",
 )
-
-
-@forwards(None)
-class Printing(Base):
-    def forward(self, x, y):
-        print("shape", x.shape)
-        return F.relu(x) + y
-
-
-@forwards(Reason.SYNTAX)
-class ATryBlock(Base):
-    def forward(self, x, y):
-        try:
-            return F.relu(x) + y
-        except RuntimeError:
-            return x
 
 
 @forwards(None)
@@ -419,24 +398,3 @@ class AWhileLoop(Base):
             y = F.relu(x) + y
             i += 1
         return y
-
-
-@forwards(None)
-class AnEarlyRaise(Base):
-    def forward(self, x, y):
-        if self.mode not in ("fast", "slow"):
-            raise ValueError(f"unknown mode {self.mode!r}")
-        return F.relu(x) + y
-
-
-@forwards(None)
-class ConditionalExpressions(Base):
-    def forward(self, x, y):
-        a = x if (self.maybe is None and not self.count) or self.mode == "slow" else y
-        return F.relu(a) + (y if self.scale > 1 else x)
-
-
-@forwards(Reason.TRACE_FAILED)
-class AForwardThatRaises(Base):
-    def forward(self, x, y):
-        raise NotImplementedError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import math  # noqa: F401
 import random  # noqa: F401  (sources name it)
 
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor  # noqa: F401
 
 from fastlayers.patching import Reason
-from tests.patching.capture.forwards import WEIGHT, Base, forwards, forwards_of
+from tests.patching.capture.forwards import WEIGHT, Base, forwards, forwards_of  # noqa: F401
 
 
 def guarded_helper(x):
@@ -21,11 +21,32 @@ def guarded_helper(x):
 # -- decided by arguments ---------------------------------------------------------------------------------------------
 
 forwards_of(
+    Reason.SIGNATURE,
+    globals(),
+    ADefaultThatIsAnObject=("x, y, other=WEIGHT", "return F.relu(x) + y * other"),
+    AParameterThatHidesABuiltin=("x, y, type=None, len=3", "return F.relu(x * self.scale) + y * len"),
+    AParameterThatHidesAModule=("x, y, torch=1", "return F.relu(x) + y.sigmoid() * F.relu6(x) * torch"),
+)
+
+
+forwards_of(
     None,
     globals(),
     RequiredArgumentThatIsTested="if y is None:\n    return x\nreturn F.relu(x) + y",
     InstanceTestOfAnArgument="return F.relu(x) + y if isinstance(x, torch.Tensor) else x",
     InstanceTestOfSeveralTypes="if isinstance(y, (tuple, list)):\n    y = y[0]\nreturn F.relu(x) + y",
+    DefaultNoneThatIsTested=("x, y, z=None", "if z is None:\n    z = y\nreturn F.relu(x) + z"),
+    DefaultNumber=("x, y, factor=2.0", "return F.relu(x * factor) + y"),
+    DefaultFlag=("x, y, flag=False", "return F.relu(x) + y if not flag else x"),
+    DefaultStringAndTuple=(
+        'x, y, how="a", dims=(0, 1)',
+        'return F.relu(x) + y if how == "a" and dims == (0, 1) else x',
+    ),
+    KeywordOnly=("x, y, *, z=None, flag=True", "out = F.relu(x) + y\nreturn out if z is None else out + z"),
+    PositionalOnly=("x, y, /, z=1", "return F.relu(x) + y * z"),
+    StarArgs=("x, y, *rest", "return F.relu(x) + y"),
+    StarKwargs=("x, y, **rest", "return F.relu(x) + y"),
+    AParameterCalledInput=("input, y, x=None, relu=None, add=0", "return F.relu(input) + y if relu is None else add"),
 )
 
 forwards_of(
@@ -55,63 +76,6 @@ forwards_of(
 
 
 @forwards(None)
-class DefaultNoneThatIsTested(Base):
-    def forward(self, x, y, z=None):
-        if z is None:
-            z = y
-        return F.relu(x) + z
-
-
-@forwards(None)
-class DefaultNumber(Base):
-    def forward(self, x, y, factor=2.0):
-        return F.relu(x * factor) + y
-
-
-@forwards(None)
-class DefaultFlag(Base):
-    def forward(self, x, y, flag=False):
-        return F.relu(x) + y if not flag else x
-
-
-@forwards(None)
-class DefaultStringAndTuple(Base):
-    def forward(self, x, y, how="a", dims=(0, 1)):
-        return F.relu(x) + y if how == "a" and dims == (0, 1) else x
-
-
-@forwards(None)
-class KeywordOnly(Base):
-    def forward(self, x, y, *, z=None, flag=True):
-        out = F.relu(x) + y
-        return out if z is None else out + z
-
-
-@forwards(None)
-class PositionalOnly(Base):
-    def forward(self, x, y, /, z=1):
-        return F.relu(x) + y * z
-
-
-@forwards(None)
-class StarArgs(Base):
-    def forward(self, x, y, *rest):
-        return F.relu(x) + y
-
-
-@forwards(None)
-class StarKwargs(Base):
-    def forward(self, x, y, **rest):
-        return F.relu(x) + y
-
-
-@forwards(Reason.SIGNATURE)
-class ADefaultThatIsAnObject(Base):
-    def forward(self, x, y, other=WEIGHT):
-        return F.relu(x) + y * other
-
-
-@forwards(None)
 class AnotherNameForSelf(Base):
     def forward(this, x, y):  # noqa: N805
         return this.relu(x * this.scale) + y
@@ -121,24 +85,6 @@ class AnotherNameForSelf(Base):
 class AnotherParameterCalledSelf(Base):
     def forward(this, x, self):  # noqa: N805
         return F.relu(x) + self
-
-
-@forwards(Reason.SIGNATURE)
-class AParameterThatHidesABuiltin(Base):
-    def forward(self, x, y, type=None, len=3):
-        return F.relu(x * self.scale) + y * len
-
-
-@forwards(None)
-class AParameterCalledInput(Base):
-    def forward(self, input, y, x=None, relu=None, add=0):
-        return F.relu(input) + y if relu is None else add
-
-
-@forwards(Reason.SIGNATURE)
-class AParameterThatHidesAModule(Base):
-    def forward(self, x, y, torch=1):
-        return F.relu(x) + y.sigmoid() * F.relu6(x) * torch
 
 
 # -- decided by values ------------------------------------------------------------------------------------------------
@@ -155,6 +101,7 @@ forwards_of(
     ALoopOverASize="for _ in range(x.shape[0]):\n    y = F.relu(x) + y\nreturn y",
     Membership="return F.relu(x) + y if x.shape[0] in (1, 3) else x",
     AFormattedValue='key = f"{x.shape[0]}"\nreturn F.relu(x) + y if key == "3" else x',
+    ALoopOverATensor="total = 0\nfor row in x:\n    total = total + F.relu(row) + y\nreturn total",
 )
 
 forwards_of(
@@ -162,30 +109,11 @@ forwards_of(
     globals(),
     AnAssertionAboutTheModule='assert self.mode == "fast", f"mode {self.mode}"\nreturn F.relu(x) + y',
     FinfoAsData="return F.relu(x) + y.clamp(min=torch.finfo(x.dtype).eps)",
+    UnpackedShape="b, c = x.shape\nreturn F.relu(x.view(b, c)) + y",
+    SizesAsData=(
+        "n = x.shape[-1] // 2\nreturn F.relu(x[:, :n]) + y[:, int(n) :] / math.sqrt(n) * max(x.size(0), 2) * len(x)"
+    ),
 )
-
-
-@forwards(Reason.DATA_DEPENDENT)
-class ALoopOverATensor(Base):
-    def forward(self, x, y):
-        total = 0
-        for row in x:
-            total = total + F.relu(row) + y
-        return total
-
-
-@forwards(None)
-class UnpackedShape(Base):
-    def forward(self, x, y):
-        b, c = x.shape
-        return F.relu(x.view(b, c)) + y
-
-
-@forwards(None)
-class SizesAsData(Base):
-    def forward(self, x, y):
-        n = x.shape[-1] // 2
-        return F.relu(x[:, :n]) + y[:, int(n) :] / math.sqrt(n) * max(x.size(0), 2) * len(x)
 
 
 # -- decided by modes -------------------------------------------------------------------------------------------------
@@ -198,6 +126,7 @@ forwards_of(
     FunctionalDropoutByName="return F.dropout(F.relu(x) + y, p=0.5, training=self.training, inplace=False)",
     ScriptingBranch="return F.relu(x) + y if not torch.jit.is_scripting() else x",
     ContextManagerInAHelper="y = guarded_helper(y)\nreturn F.relu(x) + y",
+    FunctionalDropout="return F.dropout(F.relu(x) + y, 0.5, self.training)",
 )
 
 forwards_of(
@@ -220,12 +149,6 @@ forwards_of(
     globals(),
     GradModeSwitch="torch.set_grad_enabled(True)\nreturn F.relu(x) + y",
 )
-
-
-@forwards(None)
-class FunctionalDropout(Base):
-    def forward(self, x, y):
-        return F.dropout(F.relu(x) + y, 0.5, self.training)
 
 
 # -- random numbers ---------------------------------------------------------------------------------------------------

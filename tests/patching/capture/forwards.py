@@ -146,9 +146,18 @@ def forwards(expected):
 
 
 def forwards_of(expected, scope, **bodies):
-    """Registers forwards of ``x, y`` that have these bodies, by the names of their classes, in a module's ``scope``."""
-    for name, body in bodies.items():
-        forwards(expected)(written(Base, body, scope, "x, y", name))
+    """Registers forwards of ``x, y`` that have these bodies, by the names of their classes, in a module's ``scope``.
+
+    A pair is that of other inputs and a body.
+    """
+    for name, given in bodies.items():
+        inputs, body = given if isinstance(given, tuple) else ("x, y", given)
+        forwards(expected)(written(Base, body, scope, inputs, name))
+
+
+def named(name):
+    """A module of the class that was registered by this name."""
+    return next(case.values[0] for case in CASES if case.id == name)()
 
 
 CASES: list = []
