@@ -65,7 +65,6 @@ def test_an_adapter_beside_a_frozen_weight(device, dtype, rows, inside, outside,
 def test_a_dropout_before_an_adapter(device, dtype, alike, monkeypatch):
     """Its mask is kept, and x as it is: in float32 nothing is drawn where torch draws the same in 16 bits."""
     monkeypatch.setattr(specialised, "draws_the_same", lambda device: alike)
-    torch.manual_seed(0)
     x = torch.randn(2, 17, 130, device=device, dtype=LOW, requires_grad=True)
     weight = (torch.randn(136, 130, device=device) * 0.1).to(LOW)
     a, b = adapter(device, dtype, 130, 136, 5)
@@ -137,7 +136,6 @@ def test_an_adapter_with_a_magnitude(device):
 def test_a_gate_before_an_adapter(device, monkeypatch):
     """Its product is what A's gradient reads, and computed again of the gate and what it lets pass."""
     monkeypatch.setattr(glu, "CPU_LEAST", 0)
-    torch.manual_seed(0)
     gate, up = (torch.randn(2, 17, 136, device=device, dtype=LOW, requires_grad=True) for _ in range(2))
     weight = (torch.randn(72, 136, device=device) * 0.1).to(LOW)
     factors = adapter(device, torch.float32, 136, 72, 8)
@@ -248,7 +246,6 @@ def test_a_thin_product_of_a_multiple(device, dtype, case):
     if INTERPRETED and dtype is not LOW:
         pytest.skip("the interpreter has no bfloat16")
     function, joins = MULTIPLES[case]
-    torch.manual_seed(0)
     x = torch.randn(34, 136, device=device, dtype=dtype, requires_grad=True)
     thin = torch.randn(136, 5, device=device, dtype=dtype)
     _, other = check(function, x, thin, tolerance=TOLERANCE[dtype])
@@ -261,7 +258,6 @@ def test_a_thin_product_of_a_multiple(device, dtype, case):
 def test_adapters_on_one_input(device, dtype, monkeypatch):
     """The gradient of what several layers read is one sum; the layers feed others."""
     monkeypatch.setattr(thin_products, "LARGE", 0)
-    torch.manual_seed(0)
     x = torch.randn(3, 50, 144, device=device, dtype=LOW, requires_grad=True)
     weights = [(torch.randn(n, 144, device=device) * 0.1).to(LOW) for n in (160, 160)]
     down = (torch.randn(144, 160, device=device) * 0.1).to(LOW)
@@ -326,7 +322,6 @@ def test_thin_products_of_one_matrix(device, dtype, rank, parts, masked):
 def test_thin_products_that_are_results(device, dtype, monkeypatch):
     """Each has memory of its own, as torch's have; views of them, too."""
     monkeypatch.setattr(thin_products, "LARGE", 0)
-    torch.manual_seed(0)
     x = torch.randn(2, 20, 136, device=device).to(LOW)
     factors = [torch.randn(8, 136, device=device).to(dtype) for _ in range(4)]
 

@@ -79,7 +79,6 @@ TORCHVISION = {
 @pytest.mark.parametrize("name", TORCHVISION)
 def test_torchvision(name):
     models = pytest.importorskip("torchvision.models")
-    torch.manual_seed(0)
     model = models.get_model(name, weights=None, num_classes=4)
     check(model, TORCHVISION[name], images())
     check_fold(model, images())
@@ -87,7 +86,6 @@ def test_torchvision(name):
 
 def test_torchvision_convnext():
     convnext = pytest.importorskip("torchvision.models.convnext")
-    torch.manual_seed(0)
     stages = [convnext.CNBlockConfig(8, 16, 1), convnext.CNBlockConfig(16, None, 1)]
     model = convnext.ConvNeXt(stages, stochastic_depth_prob=0.1, num_classes=4)
     check(model, {"channel_layer_norm": 3}, images())
@@ -106,7 +104,6 @@ TIMM = {
 def test_timm(name):
     timm = pytest.importorskip("timm")
     options, counts = TIMM[name]
-    torch.manual_seed(0)
     check(timm.create_model(name, pretrained=False, num_classes=4, **options), counts, images())
 
 
@@ -114,7 +111,6 @@ def test_timm(name):
 def test_timm_fold(name, count):
     """Their BatchNormAct2d folds into the convolution, and its activation stays."""
     timm = pytest.importorskip("timm")
-    torch.manual_seed(0)
     model = timm.create_model(name, pretrained=False, num_classes=4)
     assert plan_fold(model.eval()).counts() == {"fold_batch_norm": count}
     check_fold(model, images())
@@ -122,7 +118,6 @@ def test_timm_fold(name, count):
 
 def test_timm_layers():
     layers = pytest.importorskip("timm.layers")
-    torch.manual_seed(0)
     x = torch.randn(2, 8, 5, 4)
     check(layers.BatchNormAct2d(8), {"batch_norm_act": 1}, x)
     check(layers.BatchNormAct2d(8, act_layer="silu", momentum=None), {"batch_norm_act": 1}, x)
@@ -157,7 +152,6 @@ TRANSFORMERS = {
 def test_transformers(name):
     transformers = pytest.importorskip("transformers")
     options, head, counts = TRANSFORMERS[name]
-    torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**options)
     model = getattr(transformers, f"{name}{head}")(config)
     check(model, counts, input_ids=torch.randint(3, 60, (2, 7)))
@@ -363,7 +357,6 @@ def test_a_layer_with_experts_is_a_region(monkeypatch):
         hidden_size=32, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, num_experts=4, num_experts_per_tok=2, vocab_size=50, norm_topk_prob=True, use_cache=False,
     )  # fmt: skip
-    torch.manual_seed(0)
     model = transformers.Qwen3MoeForCausalLM(config)
     model.set_experts_implementation("grouped_mm")
     twin = copy.deepcopy(model)

@@ -208,7 +208,6 @@ def test_second_derivatives(make, device):
 
 def test_one_tensor_given_twice(runs, monkeypatch):
     monkeypatch.setattr(regions, "FREE", 4)
-    torch.manual_seed(0)
     module = Cross()
     region = in_regions(module)
     x, y = tokens(2, 3, 8), tokens(2, 3, 8)
@@ -272,7 +271,6 @@ class Moves(nn.Module):
 
 def test_an_assignment_of_what_is_there(runs, monkeypatch):
     monkeypatch.setattr(regions, "CALLS", 2)  # as users have it: the first call assigns
-    torch.manual_seed(0)
     module = Moves()
     region = in_regions(module)
     for x in (tokens(2, 8), tokens(2, 8), tokens(2, 8), tokens(3, 8), tokens(3, 8)):

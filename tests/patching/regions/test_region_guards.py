@@ -178,7 +178,6 @@ REFUSED = [*CHANGES][-5:]
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_later_change_is_honoured(what, trains, op_by_op, ran):
     result, attributes, change = CHANGES[what]
-    torch.manual_seed(0)
     stock = made(result, **copy.deepcopy(attributes)).train(trains)
     patched = fastlayers.patch_model(copy.deepcopy(stock))
     with torch.set_grad_enabled(trains), rewritten_everywhere(op_by_op), no_regions() if op_by_op else nullcontext():
@@ -337,7 +336,6 @@ def test_lists_and_dicts_of_the_caller_are_filled(ran):
             cache["k"] = h.detach()
             return F.gelu(h)
 
-    torch.manual_seed(0)
     stock, x = Block(), torch.randn(4, 16)
     patched = fastlayers.patch_model(copy.deepcopy(stock))
     found = []

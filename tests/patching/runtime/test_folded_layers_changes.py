@@ -242,7 +242,6 @@ def test_a_layer_that_a_folded_region_also_calls_alone():
             x = self.relu(self.bn1(self.conv1(x)))
             return self.conv2(self.relu(self.bn2(self.conv2(x))).repeat(1, 2, 1, 1)[:, :6])
 
-    torch.manual_seed(0)
     model = warmed(Twice(), features())
     folded = fold_batch_norm(patch_model(copy.deepcopy(model)))
     for scale in (1, 2, 3):
