@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from fastlayers import backends
+from fastlayers.patching.regions import region as regions
+from fastlayers.patching.regions.region import Region
 from tests.patching.harness import builder
 from tests.patching.networks import Net
 
@@ -29,6 +31,21 @@ def _torch_answers_on_a_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
         backends.changed()
         yield
     backends.changed()
+
+
+@pytest.fixture
+def any_size(request, monkeypatch):
+    """Regions of few operations, which would not pay."""
+    if "small" not in request.node.name:
+        monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The regions that ran, one for each call."""
+    found, run = [], Region.run
+    monkeypatch.setattr(Region, "run", lambda self, *args: found.append(self) or run(self, *args))
+    return found
 
 
 @pytest.fixture

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
+
+
+class Parts(nn.Module):
+    """A module of the parts that it is given, and other attributes. A subclass says what its forward does with them."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
 
 
 class Block(nn.Module):
@@ -58,3 +68,25 @@ def names(report):
 
 def types_of(model):
     return {name: type(module) for name, module in model.named_modules()}
+
+
+class Snapshot:
+    """What a measurement leaves as it was: tensors, gradients, modes and classes of a model, and random numbers."""
+
+    def __init__(self, model):
+        self.tensors = model.state_dict(keep_vars=True)
+        self.values = {name: t.detach().clone() for name, t in self.tensors.items()}
+        self.grads = [(p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+        self.modes, self.types = [module.training for module in model.modules()], types_of(model)
+        self.random = torch.get_rng_state()
+
+    def check(self, model):
+        tensors = model.state_dict(keep_vars=True)
+        assert tensors.keys() == self.tensors.keys()
+        assert all(t is self.tensors[name] and torch.equal(t, self.values[name]) for name, t in tensors.items())
+        for p, (grad, before) in zip(model.parameters(), self.grads, strict=True):
+            assert p.grad is grad
+            assert grad is None or torch.equal(grad, before)
+        assert self.modes == [module.training for module in model.modules()]
+        assert self.types == types_of(model)
+        assert torch.equal(self.random, torch.get_rng_state())

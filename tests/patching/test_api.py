@@ -208,16 +208,13 @@ def test_generated_classes_are_freed(net):
 
 
 def test_nothing_global_changes(net):
-    before = {
-        "relu": nn.ReLU.forward, "softmax": nn.Softmax.forward, "f": F.softmax, "t": torch.relu, "block": Block.forward,
-        "call": nn.Module.__call__, "getattr": nn.Module.__getattr__,
-    }  # fmt: skip
+    def found():
+        forwards = [cls.forward for cls in (nn.ReLU, nn.Softmax, Block)]
+        return [*forwards, F.softmax, torch.relu, nn.Module.__call__, nn.Module.__getattr__]
+
+    before = found()
     patch_model(net)
-    after = {
-        "relu": nn.ReLU.forward, "softmax": nn.Softmax.forward, "f": F.softmax, "t": torch.relu, "block": Block.forward,
-        "call": nn.Module.__call__, "getattr": nn.Module.__getattr__,
-    }  # fmt: skip
-    assert after == before
+    assert found() == before
     assert type(Block()) is Block
 
 
@@ -407,21 +404,7 @@ def test_hooks_see_what_they_saw(net, x, name, register, when):
     else:
         patch_model(net)
     actual = recorded(net, name, register, x)
-    for a, b in zip(actual[:2], expected[:2], strict=True):
-        torch.testing.assert_close(a, b)
-    assert len(actual[2]) == len(expected[2])
-    for a, b in zip(actual[2], expected[2], strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_a_hook_that_changes_the_output_of_an_absorbed_child(net, x):
-    net.eval()
-    patch_model(net)
-    handle = net.layer1[0].relu.register_forward_hook(lambda module, args, out: out * 3)
-    actual = net(x)
-    unpatch_model(net)
-    assert torch.equal(actual, net(x))
-    handle.remove()
+    torch.testing.assert_close(actual, expected)
 
 
 def test_global_hooks_fire_for_absorbed_children(net, x):
@@ -517,40 +500,3 @@ def test_a_pickle_holds_the_original_classes(net, x, protocol):
     assert type(loaded.head.soft) is nn.Softmax
     assert torch.equal(loaded(x), expected)
     assert repr(net.layer1[0]).startswith("FusedBlock(")
-
-
-def test_torch_save_of_a_whole_model(net, x, tmp_path):
-    expected = net.eval()(x)
-    torch.save(patch_model(net), tmp_path / "net.pt")
-    loaded = torch.load(tmp_path / "net.pt", weights_only=False)
-    assert torch.equal(loaded(x), expected)
-    torch.testing.assert_close(patch_model(loaded)(x), expected)
-
-
-def test_state_dicts_go_both_ways(net, x):
-    other = Net()
-    patch_model(net).eval()
-    other.load_state_dict(net.state_dict())
-    torch.testing.assert_close(other.eval()(x), net(x))
-    net.load_state_dict(other.state_dict())
-
-
-def test_training_patched_then_unpatching_gives_the_trained_weights(net, x):
-    twin = copy.deepcopy(net)
-    patch_model(net)
-    for model in (net, twin):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-    unpatch_model(net)
-    for (name, a), b in zip(net.state_dict().items(), twin.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, msg=name)
-
-
-def test_dtype_and_device_moves_after_patching(net, x):
-    patch_model(net).double()
-    assert net(x.double()).dtype == torch.float64
-    net.to("meta")
-    assert net(x.to("meta", torch.float64)).device.type == "meta"

@@ -13,6 +13,7 @@ from fastlayers.ops.raw_ops import Family
 from fastlayers.patching import Gains, ModuleRule, PatchError, register_rule
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 from tests.harness import needs_gpu
+from tests.patching.networks import Parts
 
 X = torch.randn(2, 3, 8)
 
@@ -130,18 +131,14 @@ def test_verification_runs_what_was_rewritten(asked):
 
 
 def test_segments_run_as_they_were(asked):
-    class Layer(nn.Module):
+    class Layer(Parts):
         """A forward that cannot be recorded as a whole, for its keywords."""
-
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.LayerNorm(8)
 
         def forward(self, x, **kwargs):
             y = kwargs.get("added", x)
             return self.norm(x + y)
 
-    model = fastlayers.patch_model(Layer())
+    model = fastlayers.patch_model(Layer(norm=nn.LayerNorm(8)))
     model.train()
     expected = F.layer_norm(2 * X, (8,))
     assert torch.equal(model(X), expected)

@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from fastlayers.patching import (
-    compile_report,
-    dynamo_backend,
-)
+from fastlayers.patching import compile_report, dynamo_backend
 from tests.harness import assert_no_worse
 from tests.patching.test_dynamo import tensor
 
@@ -154,7 +151,6 @@ def test_transformers(family):
     transformers = pytest.importorskip("transformers")
     name, sizes, kwargs, counts = TRANSFORMERS[family]
     cls = getattr(transformers, name)
-    torch.manual_seed(0)
     model = cls(cls.config_class(**sizes, attn_implementation="eager", use_cache=False))
     with torch.no_grad():
         for parameter in model.parameters():  # norms start as ones, biases as zeros: no test of them
@@ -168,7 +164,6 @@ def test_transformers(family):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_of_transformers(reentrant):
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
     config = transformers.LlamaConfig(**GROUPED, attn_implementation="eager", use_cache=False, attention_dropout=0.2)
     model = transformers.LlamaForCausalLM(config)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -190,5 +185,4 @@ TIMM = {
 def test_timm(name):
     timm = pytest.importorskip("timm")
     options, counts = TIMM[name]
-    torch.manual_seed(0)
     check_model(timm.create_model(name, pretrained=False, **options), {"x": tensor(4, 3, 32, 32, grad=False)}, counts)

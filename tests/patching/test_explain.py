@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import fastlayers
 from fastlayers.patching.program.tape import Tape
+from tests.patching.test_report_regions import Counts
 
 
 def computed(x):
@@ -53,18 +54,6 @@ class Mixer(nn.Module):
     def forward(self, x):
         self.steps.add_(1)
         return x + self.out(torch.tanh(self.wide(self.norm(x)))).clamp(-float("inf"), 1.0)
-
-
-class Counts(nn.Module):
-    """Its forward changes Python state, so that no call is a region."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.calls = nn.Linear(16, 16), 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.linear(x).tanh()
 
 
 class Net(nn.Module):

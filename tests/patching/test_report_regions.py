@@ -13,6 +13,7 @@ from fastlayers.patching import Reason, RegionRow, Row, SignatureRow, patch_mode
 from fastlayers.patching.program.cost import Cost, cost_of
 from fastlayers.patching.program.program import Operation, Program, Value
 from fastlayers.patching.report import PatchReport
+from tests.patching.networks import Parts
 
 
 class Mixer(nn.Module):
@@ -121,17 +122,13 @@ def test_other_signatures_and_modes(net):
     ],
 )
 def test_why_calls_run_op_by_op(call, reason, detail, monkeypatch):
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Mixer()
-
+    class Scaled(Parts):
         def forward(self, x, scale):
             if x.dim() < 3:
                 return x * 2
             return self.inner(x) * (scale if type(scale) is float else 1.0)
 
-    model, x = patch_model(Scaled()), torch.randn(2, 8, 16)
+    model, x = patch_model(Scaled(inner=Mixer())), torch.randn(2, 8, 16)
     monkeypatch.setattr("fastlayers.patching.regions.region.CALLS", 1)
     for name in ("region", "rows"):
         monkeypatch.setattr(f"fastlayers.patching.regions.{name}.FREE", 2)

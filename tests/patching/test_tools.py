@@ -6,17 +6,18 @@ Each function runs one tool. The tools of torch run always, the others where the
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import random
 import re
 import sys
 from collections.abc import Callable
+from importlib import import_module as load
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.ao import quantization
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastlayers
@@ -78,47 +79,13 @@ def flop_counter(m):
     return {name: dict(counts) for name, counts in counter.get_flop_counts().items()}
 
 
-def thop(m):
-    return importlib.import_module("thop").profile(m, (images(),), verbose=False)
-
-
 def ptflops(m, backend="pytorch"):
-    count = importlib.import_module("ptflops").get_model_complexity_info
+    count = load("ptflops").get_model_complexity_info
     return count(m, (3, 8, 8), as_strings=False, print_per_layer_stat=False, backend=backend)
 
 
-def ptflops_aten(m):
-    return ptflops(m, "aten")
-
-
-def fvcore(m):
-    from fvcore.nn import FlopCountAnalysis
-
-    return dict(FlopCountAnalysis(m, images()).unsupported_ops_warnings(False).by_module())
-
-
-def torchinfo(m):
-    return str(importlib.import_module("torchinfo").summary(m, input_data=images(), verbose=0))
-
-
-def torchsummary(m):
-    return str(importlib.import_module("torchsummary").summary(m, (3, 8, 8), verbose=0))
-
-
-def pytorch_model_summary(m):
-    return importlib.import_module("pytorch_model_summary").summary(m, images())
-
-
-def torchscan(m):
-    return str(importlib.import_module("torchscan").crawl_module(m, (3, 8, 8))["layers"])
-
-
-def torchprofile(m):
-    return importlib.import_module("torchprofile").profile_macs(m, images())
-
-
 def calflops(m):
-    count = importlib.import_module("calflops").calculate_flops
+    count = load("calflops").calculate_flops
     return count(m, input_shape=(2, 3, 8, 8), print_results=False, output_as_string=False)
 
 
@@ -126,10 +93,6 @@ def deepspeed_flops_profiler(m):
     from deepspeed.profiling.flops_profiler import get_model_profile
 
     return get_model_profile(m, input_shape=(2, 3, 8, 8), print_profile=False, as_string=False)
-
-
-def torch_pruning_counts(m):
-    return importlib.import_module("torch_pruning").utils.count_ops_and_params(m, images())
 
 
 def lightning_summary(m):
@@ -148,17 +111,9 @@ def profiler(m):
     return events["aten::convolution"], events["aten::addmm"]
 
 
-def torchviz(m):
-    return str(importlib.import_module("torchviz").make_dot(m(images()))).count("label") > 3
-
-
 def torchview(m):
-    graph = importlib.import_module("torchview").draw_graph(m, input_data=images(), depth=3)
+    graph = load("torchview").draw_graph(m, input_data=images(), depth=3)
     return str(graph.visual_graph).count("->")
-
-
-def torchlens(m):
-    return len(importlib.import_module("torchlens").trace(m, images()).layer_list)
 
 
 def tensorboard_graph(m):
@@ -174,14 +129,14 @@ def tensorboard_graph(m):
 
 def captum(kind: str, *layers: str) -> Callable[[nn.Module], Any]:
     def attribute(m):
-        explain = getattr(importlib.import_module("captum.attr"), kind)
+        explain = getattr(load("captum.attr"), kind)
         return explain(m, *(getattr(m, name) for name in layers)).attribute(images(), target=1)
 
     return attribute
 
 
 def captum_deep_lift_shap(m):
-    explain = importlib.import_module("captum.attr").DeepLiftShap
+    explain = load("captum.attr").DeepLiftShap
     return explain(m).attribute(images(), baselines=torch.zeros(3, 3, 8, 8), target=1)
 
 
@@ -204,12 +159,12 @@ def grad_cam(m):
 
 
 def shap_deep(m):
-    explainer = importlib.import_module("shap").DeepExplainer(m, torch.zeros(2, 3, 8, 8))
+    explainer = load("shap").DeepExplainer(m, torch.zeros(2, 3, 8, 8))
     return torch.tensor(explainer.shap_values(images(), check_additivity=False))
 
 
 def shap_gradient(m):
-    explainer = importlib.import_module("shap").GradientExplainer(m, torch.zeros(2, 3, 8, 8))
+    explainer = load("shap").GradientExplainer(m, torch.zeros(2, 3, 8, 8))
     return torch.tensor(explainer.shap_values(images(), nsamples=20, rseed=0))
 
 
@@ -224,15 +179,7 @@ def zennit(m):
 # -- quantising, pruning, surgery -------------------------------------------------------------------------------------
 
 
-def quantize_dynamic(m):
-    from torch.ao.quantization import quantize_dynamic
-
-    return kinds(quantize_dynamic(m, {nn.Linear}, dtype=torch.qint8))
-
-
 def quantize_static(m):
-    from torch.ao import quantization
-
     model = nn.Sequential(quantization.QuantStub(), m.fc1, nn.ReLU(), m.fc2, quantization.DeQuantStub())
     model.qconfig = quantization.get_default_qconfig("x86")
     prepared = quantization.prepare(model.eval())
@@ -247,12 +194,6 @@ def prepare_fx(m):
     prepared = prepare_fx(m, get_default_qconfig_mapping("x86"), (images(),))
     prepared(images())
     return kinds(convert_fx(prepared))
-
-
-def fuse_modules(m):
-    from torch.ao.quantization import fuse_modules
-
-    return kinds(fuse_modules(m, [["conv1", "norm1", "relu1"]]))
 
 
 def torchao(m):
@@ -271,7 +212,7 @@ def quanto(m):
 
 
 def nncf(m):
-    tool = importlib.import_module("nncf")
+    tool = load("nncf")
     return tool.quantize(m, tool.Dataset([images()]))(images())
 
 
@@ -296,7 +237,7 @@ def sparsifier(m):
 
 
 def torch_pruning(m):
-    tool = importlib.import_module("torch_pruning")
+    tool = load("torch_pruning")
     importance = tool.importance.MagnitudeImportance(p=2)
     tool.pruner.MagnitudePruner(m, images(), importance, pruning_ratio=0.5, ignored_layers=[m.fc2]).step()
     return m(images())
@@ -323,28 +264,12 @@ def parametrizations(m):
     return m(images())
 
 
-def sync_batch_norm(m):
-    return [type(c).__mro__[-3].__name__ for c in nn.SyncBatchNorm.convert_sync_batchnorm(m).modules()]
-
-
 # -- exporting --------------------------------------------------------------------------------------------------------
 
 
 def jit_trace(m):
     traced = torch.jit.trace(m, images())
     return [node.kind() for node in traced.inlined_graph.nodes()], traced(images())
-
-
-def jit_script(m):
-    return torch.jit.script(m)(images())
-
-
-def export(m):
-    return [str(node.target) for node in torch.export.export(m, (images(),)).graph.nodes]
-
-
-def symbolic_trace(m):
-    return [str(node) for node in torch.fx.symbolic_trace(m).graph.nodes]
 
 
 def onnx(dynamo: bool) -> Callable[[nn.Module], Any]:
@@ -354,8 +279,8 @@ def onnx(dynamo: bool) -> Callable[[nn.Module], Any]:
             torch.onnx.export(m, (images(),), dynamo=True).save(file)
         else:
             torch.onnx.export(m, (images(),), file, dynamo=False)
-        graph = importlib.import_module("onnx").load_from_string(file.getvalue()).graph
-        session = importlib.import_module("onnxruntime").InferenceSession(file.getvalue())
+        graph = load("onnx").load_from_string(file.getvalue()).graph
+        session = load("onnxruntime").InferenceSession(file.getvalue())
         (result,) = session.run(None, {session.get_inputs()[0].name: images().numpy()})
         torch.testing.assert_close(torch.tensor(result), m(images()), rtol=1e-3, atol=1e-4)
         return [node.op_type for node in graph.node]
@@ -381,7 +306,7 @@ def fastai_hooks(m):
 
 
 def lightning(m):
-    tool = importlib.import_module("lightning")
+    tool = load("lightning")
 
     class Module(tool.LightningModule):
         def __init__(self):
@@ -424,7 +349,7 @@ def ignite(m):
 
 
 def accelerate(m):
-    accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+    accelerator = load("accelerate").Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(m, torch.optim.SGD(m.parameters(), 0.1))
     accelerator.backward(nn.functional.cross_entropy(model(images()), LABELS))
     optimizer.step()
@@ -441,26 +366,26 @@ def averaged_model(m):
 
 
 def timm_ema(m):
-    average = importlib.import_module("timm.utils").ModelEmaV3(m, decay=0.9)
+    average = load("timm.utils").ModelEmaV3(m, decay=0.9)
     average.update(m)
     return average.module(images())
 
 
 def ema_pytorch(m):
-    average = importlib.import_module("ema_pytorch").EMA(m, beta=0.9, update_every=1, update_after_step=0)
+    average = load("ema_pytorch").EMA(m, beta=0.9, update_every=1, update_after_step=0)
     average.update()
     return average(images())
 
 
 def torch_ema(m):
-    average = importlib.import_module("torch_ema").ExponentialMovingAverage(m.parameters(), 0.9)
+    average = load("torch_ema").ExponentialMovingAverage(m.parameters(), 0.9)
     average.update()
     with average.average_parameters():
         return m(images())
 
 
 def wandb_watch(m):
-    tool = importlib.import_module("wandb")
+    tool = load("wandb")
     with tool.init(mode="offline"):
         tool.watch(m, log="all", log_freq=1, log_graph=True)
         out = m(images())
@@ -490,10 +415,6 @@ def functional_call(m):
     return list(vmap(grad(loss), in_dims=(None, 0))(parameters, images()).values())
 
 
-def hessian(m):
-    return torch.autograd.functional.hessian(lambda shift: m(images() + shift).square().sum(), torch.zeros(1))
-
-
 def backpack(m):
     from backpack import backpack, extend
     from backpack.extensions import BatchGrad
@@ -519,15 +440,13 @@ def opacus_validator(m):
 
 
 def laplace(m):
-    found = importlib.import_module("laplace").Laplace(
-        m, "classification", subset_of_weights="last_layer", hessian_structure="diag"
-    )
+    found = load("laplace").Laplace(m, "classification", subset_of_weights="last_layer", hessian_structure="diag")
     found.fit(loader())
     return found(images())
 
 
 def curvlinops(m):
-    tool = importlib.import_module("curvlinops")
+    tool = load("curvlinops")
     data = [(images(), LABELS)]
     product = tool.GGNLinearOperator(m, nn.CrossEntropyLoss(), list(m.parameters()), data, check_deterministic=False)
     return product @ torch.ones(product.shape[1])
@@ -536,20 +455,23 @@ def curvlinops(m):
 #: The tools that take a patched model as it is, by the names of docs/tools.md, and the package that each needs.
 AS_IT_IS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "FlopCounterMode": (flop_counter, "torch"),
-    "ptflops (`backend='aten'`)": (ptflops_aten, "ptflops"),
-    "fvcore": (fvcore, "fvcore"),
-    "torchinfo": (torchinfo, "torchinfo"),
-    "torchsummary": (torchsummary, "torchsummary"),
-    "pytorch-model-summary": (pytorch_model_summary, "pytorch_model_summary"),
-    "torchscan": (torchscan, "torchscan"),
-    "torchprofile": (torchprofile, "torchprofile"),
+    "ptflops (`backend='aten'`)": (lambda m: ptflops(m, "aten"), "ptflops"),
+    "fvcore": (
+        lambda m: dict(load("fvcore.nn").FlopCountAnalysis(m, images()).unsupported_ops_warnings(False).by_module()),
+        "fvcore",
+    ),
+    "torchinfo": (lambda m: str(load("torchinfo").summary(m, input_data=images(), verbose=0)), "torchinfo"),
+    "torchsummary": (lambda m: str(load("torchsummary").summary(m, (3, 8, 8), verbose=0)), "torchsummary"),
+    "pytorch-model-summary": (lambda m: load("pytorch_model_summary").summary(m, images()), "pytorch_model_summary"),
+    "torchscan": (lambda m: str(load("torchscan").crawl_module(m, (3, 8, 8))["layers"]), "torchscan"),
+    "torchprofile": (lambda m: load("torchprofile").profile_macs(m, images()), "torchprofile"),
     "calflops": (calflops, "calflops"),
     "DeepSpeed's profiler": (deepspeed_flops_profiler, "deepspeed"),
     "Lightning's summary": (lightning_summary, "lightning"),
     "torch.profiler": (profiler, "torch"),
-    "torchviz": (torchviz, "torchviz"),
+    "torchviz": (lambda m: str(load("torchviz").make_dot(m(images()))).count("label") > 3, "torchviz"),
     "torchview": (torchview, "torchview"),
-    "torchlens": (torchlens, "torchlens"),
+    "torchlens": (lambda m: len(load("torchlens").trace(m, images()).layer_list), "torchlens"),
     "TensorBoard": (tensorboard_graph, "tensorboard"),
     "captum DeepLift": (captum("DeepLift"), "captum"),
     "captum DeepLiftShap": (captum_deep_lift_shap, "captum"),
@@ -569,10 +491,13 @@ AS_IT_IS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "torch-pruning": (torch_pruning, "torch_pruning"),
     "replacing children": (replaced_children, "torch"),
     "parametrizations": (parametrizations, "torch"),
-    "convert_sync_batchnorm": (sync_batch_norm, "torch"),
+    "convert_sync_batchnorm": (
+        lambda m: [type(c).__mro__[-3].__name__ for c in nn.SyncBatchNorm.convert_sync_batchnorm(m).modules()],
+        "torch",
+    ),
     "torch.jit.trace": (jit_trace, "torch"),
-    "torch.export": (export, "torch"),
-    "torch.fx": (symbolic_trace, "torch"),
+    "torch.export": (lambda m: [str(node.target) for node in torch.export.export(m, (images(),)).graph.nodes], "torch"),
+    "torch.fx": (lambda m: [str(node) for node in torch.fx.symbolic_trace(m).graph.nodes], "torch"),
     "torch.onnx": (onnx(dynamo=True), "onnxscript"),
     "torch.onnx (`dynamo=False`)": (onnx(dynamo=False), "onnxruntime"),
     "torchvision's feature extraction": (torchvision_features, "torchvision"),
@@ -588,24 +513,30 @@ AS_IT_IS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "wandb.watch": (wandb_watch, "wandb"),
     "forward hooks": (forward_hooks, "torch"),
     "torch.func": (functional_call, "torch"),
-    "torch.autograd.functional": (hessian, "torch"),
+    "torch.autograd.functional": (
+        lambda m: torch.autograd.functional.hessian(lambda shift: m(images() + shift).square().sum(), torch.zeros(1)),
+        "torch",
+    ),
     "opacus": (opacus, "opacus"),
     "laplace-torch": (laplace, "laplace"),
     "curvlinops": (curvlinops, "curvlinops"),
 }
 #: Those that give something else for a patched model, or raise, and are right in ``with unpatched(model)``.
 UNPATCHED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "thop": (thop, "thop"),
+    "thop": (lambda m: load("thop").profile(m, (images(),), verbose=False), "thop"),
     "ptflops": (ptflops, "ptflops"),
-    "torch-pruning's counts": (torch_pruning_counts, "torch_pruning"),
+    "torch-pruning's counts": (
+        lambda m: load("torch_pruning").utils.count_ops_and_params(m, images()),
+        "torch_pruning",
+    ),
     "captum LRP": (captum_lrp, "captum"),
-    "quantize_dynamic": (quantize_dynamic, "torch"),
+    "quantize_dynamic": (lambda m: kinds(quantization.quantize_dynamic(m, {nn.Linear}, dtype=torch.qint8)), "torch"),
     "torch.ao.quantization.prepare": (quantize_static, "torch"),
     "prepare_fx": (prepare_fx, "torch"),
-    "fuse_modules": (fuse_modules, "torch"),
+    "fuse_modules": (lambda m: kinds(quantization.fuse_modules(m, [["conv1", "norm1", "relu1"]])), "torch"),
     "WeightNormSparsifier": (sparsifier, "torch"),
     "`type(module) is nn.Linear`": (by_type, "torch"),
-    "torch.jit.script": (jit_script, "torch"),
+    "torch.jit.script": (lambda m: torch.jit.script(m)(images()), "torch"),
     "BackPACK": (backpack, "backpack"),
     "opacus' ModuleValidator": (opacus_validator, "opacus"),
 }

@@ -18,6 +18,7 @@ from fastlayers.patching import (
     patch_report,
     unpatch_model,
 )
+from tests.patching.networks import Parts
 from tests.patching.world import cells, images, mlp, rows, same, undone
 
 pytestmark = [
@@ -99,20 +100,8 @@ def test_a_trace_is_that_of_the_stock_model(make, trains, recorded):
     torch.testing.assert_close(found(rows()), stock(rows()))
 
 
-@pytest.mark.parametrize(("make", "x"), [(mlp, rows()), (cells, images())])
-def test_symbolic_trace_gives_the_graph_of_the_unpatched_model(make, x):
-    model = patch_model(make())
-    traced, stock = torch.fx.symbolic_trace(model), torch.fx.symbolic_trace(make())
-    assert [(n.op, n.target) for n in traced.graph.nodes] == [(n.op, n.target) for n in stock.graph.nodes]
-    same(traced, make(), x)
-
-
-class Branching(nn.Module):
+class Branching(Parts):
     """Cannot be recorded as a whole, but torch.fx follows it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
     def forward(self, x, **options):
         h = torch.softmax(self.linear(x) * 2, dim=-1)
@@ -120,7 +109,7 @@ class Branching(nn.Module):
 
 
 def test_symbolic_trace_of_stretches():
-    model = Branching()
+    model = Branching(linear=nn.Linear(8, 8))
     traced = torch.fx.symbolic_trace(patch_model(model))
     assert patch_report(model)[""].fused
     assert torch.softmax in [node.target for node in traced.graph.nodes]

@@ -22,7 +22,6 @@ from fastlayers.patching import (
     unpatch_model,
     verify_patch,
 )
-from fastlayers.patching.regions.region import Region
 from tests.harness import assert_no_worse
 from tests.patching.world import MLP, cells, images, mlp, rows, same
 
@@ -297,11 +296,10 @@ ADAPTER_CHANGES = {
 
 
 @pytest.mark.parametrize("what", ADAPTER_CHANGES)
-def test_changes_of_adapters_are_honoured(what, monkeypatch):
+def test_changes_of_adapters_are_honoured(what, ran):
     """A layer of peft asks which adapters are active, and whether they are merged, in every forward."""
     peft = pytest.importorskip("peft")
-    ran, run = [], Region.run
-    monkeypatch.setattr(Region, "run", lambda self, *args: ran.append(self) or run(self, *args))
+
     models = []
     for _ in range(2):
         torch.manual_seed(5)

@@ -9,9 +9,7 @@ import torch.nn.functional as F
 import torch.nn.utils.prune
 from torch import nn
 
-from fastlayers.patching import (
-    unpatch_model,
-)
+from fastlayers.patching import unpatch_model
 
 
 class MLP(nn.Module):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import random
+import math  # noqa: F401
+import random  # noqa: F401  (sources name it)
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor  # noqa: F401
 
 from fastlayers.patching import Reason
-from tests.patching.capture.forwards import WEIGHT, Base, forwards
+from tests.patching.capture.forwards import WEIGHT, Base, forwards, forwards_of  # noqa: F401
 
 
 def guarded_helper(x):
@@ -20,70 +20,59 @@ def guarded_helper(x):
 
 # -- decided by arguments ---------------------------------------------------------------------------------------------
 
-
-@forwards(None)
-class DefaultNoneThatIsTested(Base):
-    def forward(self, x, y, z=None):
-        if z is None:
-            z = y
-        return F.relu(x) + z
-
-
-@forwards(None)
-class RequiredArgumentThatIsTested(Base):
-    def forward(self, x, y):
-        if y is None:
-            return x
-        return F.relu(x) + y
+forwards_of(
+    Reason.SIGNATURE,
+    globals(),
+    ADefaultThatIsAnObject=("x, y, other=WEIGHT", "return F.relu(x) + y * other"),
+    AParameterThatHidesABuiltin=("x, y, type=None, len=3", "return F.relu(x * self.scale) + y * len"),
+    AParameterThatHidesAModule=("x, y, torch=1", "return F.relu(x) + y.sigmoid() * F.relu6(x) * torch"),
+)
 
 
-@forwards(None)
-class DefaultNumber(Base):
-    def forward(self, x, y, factor=2.0):
-        return F.relu(x * factor) + y
+forwards_of(
+    None,
+    globals(),
+    RequiredArgumentThatIsTested="if y is None:\n    return x\nreturn F.relu(x) + y",
+    InstanceTestOfAnArgument="return F.relu(x) + y if isinstance(x, torch.Tensor) else x",
+    InstanceTestOfSeveralTypes="if isinstance(y, (tuple, list)):\n    y = y[0]\nreturn F.relu(x) + y",
+    DefaultNoneThatIsTested=("x, y, z=None", "if z is None:\n    z = y\nreturn F.relu(x) + z"),
+    DefaultNumber=("x, y, factor=2.0", "return F.relu(x * factor) + y"),
+    DefaultFlag=("x, y, flag=False", "return F.relu(x) + y if not flag else x"),
+    DefaultStringAndTuple=(
+        'x, y, how="a", dims=(0, 1)',
+        'return F.relu(x) + y if how == "a" and dims == (0, 1) else x',
+    ),
+    KeywordOnly=("x, y, *, z=None, flag=True", "out = F.relu(x) + y\nreturn out if z is None else out + z"),
+    PositionalOnly=("x, y, /, z=1", "return F.relu(x) + y * z"),
+    StarArgs=("x, y, *rest", "return F.relu(x) + y"),
+    StarKwargs=("x, y, **rest", "return F.relu(x) + y"),
+    AParameterCalledInput=("input, y, x=None, relu=None, add=0", "return F.relu(input) + y if relu is None else add"),
+)
 
+forwards_of(
+    Reason.TYPE_TEST,
+    globals(),
+    InstanceTestOfAResult="h = self.fc(x)\nreturn F.relu(h) + y if isinstance(h, Tensor) else h",
+)
 
-@forwards(None)
-class DefaultFlag(Base):
-    def forward(self, x, y, flag=False):
-        return F.relu(x) + y if not flag else x
+forwards_of(
+    Reason.UNKNOWN_CALL,
+    globals(),
+    TypeOfAnArgument="return F.relu(x) + y if type(x) is Tensor else x",
+)
 
+forwards_of(
+    Reason.IDENTITY_TEST,
+    globals(),
+    NoneTestOfAChildSResult="h = self.child(x)\nreturn x if h is None else F.relu(h) + y",
+    IdentityOfTwoArguments="return F.relu(x) + y if x is not y else x",
+)
 
-@forwards(None)
-class DefaultStringAndTuple(Base):
-    def forward(self, x, y, how="a", dims=(0, 1)):
-        return F.relu(x) + y if how == "a" and dims == (0, 1) else x
-
-
-@forwards(None)
-class KeywordOnly(Base):
-    def forward(self, x, y, *, z=None, flag=True):
-        out = F.relu(x) + y
-        return out if z is None else out + z
-
-
-@forwards(None)
-class PositionalOnly(Base):
-    def forward(self, x, y, /, z=1):
-        return F.relu(x) + y * z
-
-
-@forwards(None)
-class StarArgs(Base):
-    def forward(self, x, y, *rest):
-        return F.relu(x) + y
-
-
-@forwards(None)
-class StarKwargs(Base):
-    def forward(self, x, y, **rest):
-        return F.relu(x) + y
-
-
-@forwards(Reason.SIGNATURE)
-class ADefaultThatIsAnObject(Base):
-    def forward(self, x, y, other=WEIGHT):
-        return F.relu(x) + y * other
+forwards_of(
+    Reason.DATA_DEPENDENT,
+    globals(),
+    TruthOfAnArgument="return F.relu(x) + y if y else x",
+)
 
 
 @forwards(None)
@@ -98,266 +87,86 @@ class AnotherParameterCalledSelf(Base):
         return F.relu(x) + self
 
 
-@forwards(Reason.SIGNATURE)
-class AParameterThatHidesABuiltin(Base):
-    def forward(self, x, y, type=None, len=3):
-        return F.relu(x * self.scale) + y * len
-
-
-@forwards(None)
-class AParameterCalledInput(Base):
-    def forward(self, input, y, x=None, relu=None, add=0):
-        return F.relu(input) + y if relu is None else add
-
-
-@forwards(Reason.SIGNATURE)
-class AParameterThatHidesAModule(Base):
-    def forward(self, x, y, torch=1):
-        return F.relu(x) + y.sigmoid() * F.relu6(x) * torch
-
-
-@forwards(None)
-class InstanceTestOfAnArgument(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y if isinstance(x, torch.Tensor) else x
-
-
-@forwards(None)
-class InstanceTestOfSeveralTypes(Base):
-    def forward(self, x, y):
-        if isinstance(y, (tuple, list)):
-            y = y[0]
-        return F.relu(x) + y
-
-
-@forwards(Reason.TYPE_TEST)
-class InstanceTestOfAResult(Base):
-    def forward(self, x, y):
-        h = self.fc(x)
-        return F.relu(h) + y if isinstance(h, Tensor) else h
-
-
-@forwards(Reason.UNKNOWN_CALL)
-class TypeOfAnArgument(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y if type(x) is Tensor else x
-
-
-@forwards(Reason.IDENTITY_TEST)
-class NoneTestOfAChildSResult(Base):
-    def forward(self, x, y):
-        h = self.child(x)
-        return x if h is None else F.relu(h) + y
-
-
-@forwards(Reason.IDENTITY_TEST)
-class IdentityOfTwoArguments(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y if x is not y else x
-
-
-@forwards(Reason.DATA_DEPENDENT)
-class TruthOfAnArgument(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y if y else x
-
-
 # -- decided by values ------------------------------------------------------------------------------------------------
 
+forwards_of(
+    Reason.DATA_DEPENDENT,
+    globals(),
+    BranchOnAShape="return F.relu(x) + y if x.shape[0] > 2 else x",
+    BranchOnADim="if x.dim() == 3:\n    x = x[0]\nreturn F.relu(x) + y",
+    BranchOnAValue="return F.relu(x) + y if x.sum() > 0 else x",
+    BranchOnADevice='return F.relu(x) + y if x.device.type == "cpu" else x',
+    BranchOnRequiresGrad="return F.relu(x) + y if x.requires_grad else x",
+    AnAssertionAboutAShape="assert x.shape[1] == 4\nreturn F.relu(x) + y",
+    ALoopOverASize="for _ in range(x.shape[0]):\n    y = F.relu(x) + y\nreturn y",
+    Membership="return F.relu(x) + y if x.shape[0] in (1, 3) else x",
+    AFormattedValue='key = f"{x.shape[0]}"\nreturn F.relu(x) + y if key == "3" else x',
+    ALoopOverATensor="total = 0\nfor row in x:\n    total = total + F.relu(row) + y\nreturn total",
+)
 
-@forwards(Reason.DATA_DEPENDENT)
-class BranchOnAShape(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y if x.shape[0] > 2 else x
-
-
-@forwards(Reason.DATA_DEPENDENT)
-class BranchOnADim(Base):
-    def forward(self, x, y):
-        if x.dim() == 3:
-            x = x[0]
-        return F.relu(x) + y
-
-
-@forwards(Reason.DATA_DEPENDENT)
-class BranchOnAValue(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y if x.sum() > 0 else x
-
-
-@forwards(Reason.DATA_DEPENDENT)
-class BranchOnADevice(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y if x.device.type == "cpu" else x
-
-
-@forwards(Reason.DATA_DEPENDENT)
-class BranchOnRequiresGrad(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y if x.requires_grad else x
-
-
-@forwards(Reason.DATA_DEPENDENT)
-class AnAssertionAboutAShape(Base):
-    def forward(self, x, y):
-        assert x.shape[1] == 4
-        return F.relu(x) + y
-
-
-@forwards(None)
-class AnAssertionAboutTheModule(Base):
-    def forward(self, x, y):
-        assert self.mode == "fast", f"mode {self.mode}"
-        return F.relu(x) + y
-
-
-@forwards(Reason.DATA_DEPENDENT)
-class ALoopOverATensor(Base):
-    def forward(self, x, y):
-        total = 0
-        for row in x:
-            total = total + F.relu(row) + y
-        return total
-
-
-@forwards(Reason.DATA_DEPENDENT)
-class ALoopOverASize(Base):
-    def forward(self, x, y):
-        for _ in range(x.shape[0]):
-            y = F.relu(x) + y
-        return y
-
-
-@forwards(Reason.DATA_DEPENDENT)
-class Membership(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y if x.shape[0] in (1, 3) else x
-
-
-@forwards(Reason.DATA_DEPENDENT)
-class AFormattedValue(Base):
-    def forward(self, x, y):
-        key = f"{x.shape[0]}"
-        return F.relu(x) + y if key == "3" else x
-
-
-@forwards(None)
-class UnpackedShape(Base):
-    def forward(self, x, y):
-        b, c = x.shape
-        return F.relu(x.view(b, c)) + y
-
-
-@forwards(None)
-class SizesAsData(Base):
-    def forward(self, x, y):
-        n = x.shape[-1] // 2
-        return F.relu(x[:, :n]) + y[:, int(n) :] / math.sqrt(n) * max(x.size(0), 2) * len(x)
-
-
-@forwards(None)
-class FinfoAsData(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y.clamp(min=torch.finfo(x.dtype).eps)
+forwards_of(
+    None,
+    globals(),
+    AnAssertionAboutTheModule='assert self.mode == "fast", f"mode {self.mode}"\nreturn F.relu(x) + y',
+    FinfoAsData="return F.relu(x) + y.clamp(min=torch.finfo(x.dtype).eps)",
+    UnpackedShape="b, c = x.shape\nreturn F.relu(x.view(b, c)) + y",
+    SizesAsData=(
+        "n = x.shape[-1] // 2\nreturn F.relu(x[:, :n]) + y[:, int(n) :] / math.sqrt(n) * max(x.size(0), 2) * len(x)"
+    ),
+)
 
 
 # -- decided by modes -------------------------------------------------------------------------------------------------
 
+forwards_of(
+    None,
+    globals(),
+    TrainingBranch="if self.training:\n    return F.relu(x) + y\nreturn F.relu(x + y) * 2",
+    TrainingInOneModeOnly="if self.training:\n    x = x * 2\nreturn F.relu(x) + y",
+    FunctionalDropoutByName="return F.dropout(F.relu(x) + y, p=0.5, training=self.training, inplace=False)",
+    ScriptingBranch="return F.relu(x) + y if not torch.jit.is_scripting() else x",
+    ContextManagerInAHelper="y = guarded_helper(y)\nreturn F.relu(x) + y",
+    FunctionalDropout="return F.dropout(F.relu(x) + y, 0.5, self.training)",
+)
 
-@forwards(None)
-class TrainingBranch(Base):
-    def forward(self, x, y):
-        if self.training:
-            return F.relu(x) + y
-        return F.relu(x + y) * 2
+forwards_of(
+    Reason.DATA_DEPENDENT,
+    globals(),
+    GradModeBranch="return F.relu(x) + y if torch.is_grad_enabled() else x",
+    AutocastBranch='return F.relu(x) + y if torch.is_autocast_enabled("cpu") else x',
+    TracingBranch="return F.relu(x) + y if torch.jit.is_tracing() else x",
+)
 
+forwards_of(
+    Reason.CONTEXT_MANAGER,
+    globals(),
+    NoGradBlock="with torch.no_grad():\n    y = y * 2\nreturn F.relu(x) + y",
+    AutocastBlock='with torch.autocast("cpu", enabled=False):\n    return F.relu(x.float()) + y',
+)
 
-@forwards(None)
-class TrainingInOneModeOnly(Base):
-    def forward(self, x, y):
-        if self.training:
-            x = x * 2
-        return F.relu(x) + y
-
-
-@forwards(None)
-class FunctionalDropout(Base):
-    def forward(self, x, y):
-        return F.dropout(F.relu(x) + y, 0.5, self.training)
-
-
-@forwards(None)
-class FunctionalDropoutByName(Base):
-    def forward(self, x, y):
-        return F.dropout(F.relu(x) + y, p=0.5, training=self.training, inplace=False)
-
-
-@forwards(Reason.DATA_DEPENDENT)
-class GradModeBranch(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y if torch.is_grad_enabled() else x
-
-
-@forwards(Reason.DATA_DEPENDENT)
-class AutocastBranch(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y if torch.is_autocast_enabled("cpu") else x
-
-
-@forwards(Reason.DATA_DEPENDENT)
-class TracingBranch(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y if torch.jit.is_tracing() else x
-
-
-@forwards(None)
-class ScriptingBranch(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y if not torch.jit.is_scripting() else x
-
-
-@forwards(Reason.CONTEXT_MANAGER)
-class NoGradBlock(Base):
-    def forward(self, x, y):
-        with torch.no_grad():
-            y = y * 2
-        return F.relu(x) + y
-
-
-@forwards(Reason.CONTEXT_MANAGER)
-class AutocastBlock(Base):
-    def forward(self, x, y):
-        with torch.autocast("cpu", enabled=False):
-            return F.relu(x.float()) + y
-
-
-@forwards(None)
-class ContextManagerInAHelper(Base):
-    def forward(self, x, y):
-        y = guarded_helper(y)
-        return F.relu(x) + y
-
-
-@forwards(Reason.UNKNOWN_CALL)
-class GradModeSwitch(Base):
-    def forward(self, x, y):
-        torch.set_grad_enabled(True)
-        return F.relu(x) + y
+forwards_of(
+    Reason.UNKNOWN_CALL,
+    globals(),
+    GradModeSwitch="torch.set_grad_enabled(True)\nreturn F.relu(x) + y",
+)
 
 
 # -- random numbers ---------------------------------------------------------------------------------------------------
 
+forwards_of(
+    None,
+    globals(),
+    RandomTensor="return F.relu(x) + y * torch.rand(1)",
+    RandomLike="return F.relu(x) + y * torch.rand_like(x) + torch.randn(x.shape)",
+    Bernoulli="return F.relu(x) + y * x.new_empty((3, 1)).bernoulli_(0.5)",
+    ATensorConstant="return F.relu(x) + y * torch.tensor(2.0) + torch.arange(4) + torch.zeros(x.shape[0], 1)",
+)
 
-@forwards(None)
-class RandomTensor(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y * torch.rand(1)
-
-
-@forwards(None)
-class RandomLike(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y * torch.rand_like(x) + torch.randn(x.shape)
+forwards_of(
+    Reason.UNKNOWN_CALL,
+    globals(),
+    StochasticDepthInPython="if random.random() < 0.5:\n    return x\nreturn F.relu(x) + y",
+)
 
 
 @forwards(None)  # in eval
@@ -366,23 +175,3 @@ class StochasticDepthInTorch(Base):
         if self.training and torch.rand(()).item() < 0.5:
             return x
         return F.relu(x) + y
-
-
-@forwards(Reason.UNKNOWN_CALL)
-class StochasticDepthInPython(Base):
-    def forward(self, x, y):
-        if random.random() < 0.5:
-            return x
-        return F.relu(x) + y
-
-
-@forwards(None)
-class Bernoulli(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y * x.new_empty((3, 1)).bernoulli_(0.5)
-
-
-@forwards(None)
-class ATensorConstant(Base):
-    def forward(self, x, y):
-        return F.relu(x) + y * torch.tensor(2.0) + torch.arange(4) + torch.zeros(x.shape[0], 1)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastlayers.patching import unpatch_model
+from tests.patching.harness import written
 
 FLAG = False
 TABLE = {"on": True}
@@ -142,6 +143,21 @@ def forwards(expected):
         return cls
 
     return register
+
+
+def forwards_of(expected, scope, **bodies):
+    """Registers forwards of ``x, y`` that have these bodies, by the names of their classes, in a module's ``scope``.
+
+    A pair is that of other inputs and a body.
+    """
+    for name, given in bodies.items():
+        inputs, body = given if isinstance(given, tuple) else ("x, y", given)
+        forwards(expected)(written(Base, body, scope, inputs, name))
+
+
+def named(name):
+    """A module of the class that was registered by this name."""
+    return next(case.values[0] for case in CASES if case.id == name)()
 
 
 CASES: list = []

@@ -36,7 +36,6 @@ from fastlayers.patching.regions.region import region_class
 from tests.patching.fusion.programs import (
     INTERPRETED,
     LOW,
-    PLACES,
     TOLERANCE,
     alike,
     check,
@@ -142,11 +141,9 @@ CHAINS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains(name, dtype, device):
-    torch.manual_seed(0)
     function, shapes, (forward, backward) = CHAINS[name]
     inputs = [torch.randn(s, device=device).to(dtype).requires_grad_() for s in shapes]
     # Of 1/6 torch has a float32 for every dtype, on a CPU for some operations.
@@ -156,10 +153,8 @@ def test_chains(name, dtype, device):
 
 
 @needs_gpu
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", CHAINS)
 def test_as_near_to_float64_as_torch(name):
-    torch.manual_seed(0)
     function, shapes, _ = CHAINS[name]
     inputs = [torch.randn(s, device="cuda").bfloat16().requires_grad_() for s in shapes]
     program, _, results, *_ = recorded(function, inputs)
@@ -185,7 +180,6 @@ VALUES = (0.0, -0.0, 1.0, -1.0, 0.3, -2.7, 3.0, -3.0, 6.0, 40.0, -40.0)
 NOT_FINITE = (float("inf"), -float("inf"), float("nan"))
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("name", FORMULAS)
 def test_formulas(name, device):
     """Each formula on all pairs of special values, against torch's operation on the same device."""
@@ -202,7 +196,6 @@ def test_formulas(name, device):
         assert [type(operation.function) for operation in other.forward] == [Kernel], program.forward
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("name", [*FAST, "gelu.tanh", "gelu_backward.tanh"])
 def test_formulas_for_16_bits(name, device, monkeypatch):
     """Against float64: 2^-16 of the value, or of the terms that a gradient is the difference of."""
@@ -227,14 +220,12 @@ def test_formulas_for_16_bits(name, device, monkeypatch):
         torch.testing.assert_close(operation.function(*ends)[0], -function(*ends, **options), equal_nan=True)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_a_condition_that_all_rows_share(device):
     x, mask = torch.randn(6, 64, device=device, requires_grad=True), torch.arange(64, device=device) % 3 > 0
     _, other = check(lambda x, m: torch.softmax(torch.where(m, x * 2, -1e4), -1) * m, x, mask)
     assert launches(other.forward) == 1
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_repeats(device, monkeypatch):
     x = torch.randn(3, 4, 5, device=device, requires_grad=True)
     for repeats in ((2, 3, 1), (2, 1, 3, 1), (1, 1, 1), (3, 1, 1)):
@@ -260,7 +251,6 @@ def test_programs_that_share_a_sum(blocks, steps, shares):
 def test_what_reads_a_frozen_weight_can_be_fused():
     """A norm is no operation with an effect because its weight gets no gradient: the sum before it is one of products,
     and is not taken for written."""
-    torch.manual_seed(0)
     x, weight = torch.randn(50, 144).to(LOW).requires_grad_(), torch.randn(144).to(LOW)
     tape = Tape([x, weight], [weight])
     with tape, backends.backend("cpu"):
@@ -302,7 +292,6 @@ def test_what_reads_a_buffer_can_be_fused():
     ]
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_what_is_rounded_later(device):
     dtypes = {name: torch.bfloat16 if name in "dg" else torch.float32 for name in "abcdefgh"}
     values = {name: torch.empty(4, dtype=dtype, device=device) for name, dtype in dtypes.items()}
@@ -351,7 +340,6 @@ STEPS = (
 )
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("first", range(0, 40 if INTERPRETED else 200, 10))
 def test_random_programs(first, device):
     """Whatever is joined, the results and gradients are torch's; in float64, where chains do not amplify roundings."""
@@ -374,7 +362,6 @@ def test_random_programs(first, device):
         check(function, *inputs, tolerance=1e-9, noise=2**20)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_conditions(device):
     x, mask = torch.randn(4, 6, device=device), torch.rand(4, 6, device=device) > 0.5
 
@@ -386,7 +373,6 @@ def test_conditions(device):
     assert launches(other.forward) < 8
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_what_is_written_is_not_computed_again(device):
     """A backward that computes a value again would do without what was written into it."""
 
@@ -404,7 +390,6 @@ def test_what_is_written_is_not_computed_again(device):
         check(function, x, z)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_tensors_of_one_element(device):
     """Their places are numbers, where Triton wants blocks as their conditions are."""
     x = torch.randn(8, 8, device=device, requires_grad=True)
@@ -418,7 +403,6 @@ def test_tensors_of_one_element(device):
         check(lambda x: F.layer_norm(x * 2, x.shape[-1:]) + (x * 3).sum(-1, keepdim=True), one)
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_deviation_of_equal_elements_is_0(dtype, device):
     """So is its gradient. The sum of 7 times 3.3 divided by 7 is not 3.3."""
@@ -426,7 +410,6 @@ def test_the_deviation_of_equal_elements_is_0(dtype, device):
     check(lambda x, y: (x + y).std(1, correction=0) * 2, x, x.new_zeros(4, 1))
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_a_view_of_a_value_is_a_result(device):
     """Its backward takes the value as a view of that result: each is a view of the other one."""
 
@@ -437,7 +420,6 @@ def test_a_view_of_a_value_is_a_result(device):
     check(attended, *(torch.randn(2, 3, 8, 8, device=device, requires_grad=True) for _ in range(3)))
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_number_is_compared_in_the_dtype_of_the_tensor(dtype, device):
     """0.1 is another number in each dtype, and equal to itself."""
@@ -451,7 +433,6 @@ def test_a_number_is_compared_in_the_dtype_of_the_tensor(dtype, device):
     assert launches(other.forward) == 1 < launches(program.forward)
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dim", [-1, 0])
 def test_sums_of_conditions(dim, device):
     """The softmax of scaled_dot_product_attention, in its own words: rows of nothing but -inf become 0."""
@@ -469,14 +450,12 @@ def test_sums_of_conditions(dim, device):
     assert len(made) <= (5 if dim == 0 else 1)
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape", [(2, 3, 5, 130), (2, 4, 33, 64), (3, 2, 4, 1500), (2, 1, 7, 2), (1, 1, 1, 4096), (2, 2, 3, 4097)]
 )
 def test_rows(shape, dtype, device):
     """A softmax of scores and what surrounds it, forward and backward."""
-    torch.manual_seed(0)
     scores = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
     bias = torch.randn(1, shape[1], 1, shape[-1], device=device, dtype=dtype, requires_grad=True)
     mask = torch.rand(shape[0], 1, shape[2], shape[-1], device=device) < 0.3
@@ -501,7 +480,6 @@ def test_rows(shape, dtype, device):
     check(lambda x: torch._safe_softmax(x * 3, 0), scores, tolerance=limit)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_rows_of_infinities(device):
     x = torch.randn(6, 33, device=device)
     x[0], x[1, 3], x[2, 4], x[3], x[4] = -torch.inf, torch.inf, torch.nan, torch.nan, -torch.inf
@@ -510,7 +488,6 @@ def test_rows_of_infinities(device):
     check(lambda x: torch.softmax(x * 1, -1), x)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_views_behind_an_offset(device):
     """What is concatenated behind something else, padded or sliced is computed where it is read, also through a view
     of another shape."""
@@ -521,7 +498,6 @@ def test_views_behind_an_offset(device):
     assert launches(other.forward) == 1
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_numbers_on_the_cpu(device):
     """They are the same in every call: a kernel has them in its source."""
 
@@ -534,7 +510,6 @@ def test_numbers_on_the_cpu(device):
     assert launches(other.backward) == 1
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_casts_of_parameters(device):
     """One launch for all, in each one's layout; not for what is computed."""
     x, v, w = (torch.randn(s, device=device) for s in ((3, 5), (7,), (2, 8, 3, 3)))
@@ -549,10 +524,8 @@ def test_casts_of_parameters(device):
     assert launches(other.forward) == 3
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_casts_of_gradients(device):
     """Those of parameters, under autocast, have one launch when all are there."""
-    torch.manual_seed(0)
     x = torch.randn(9, 16, device=device, requires_grad=True)
     weights = [torch.randn(16, 16, device=device, requires_grad=True) for _ in range(4)]
     low = torch.float64 if INTERPRETED else torch.bfloat16
@@ -569,10 +542,8 @@ def test_casts_of_gradients(device):
     assert not {"to", "_to_copy"} & {*names(other.backward)}
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_gather(device):
     """Of what is stored and of what is computed, with an index that is expanded; softmax is computed with it."""
-    torch.manual_seed(0)
     x, y = (torch.randn(6, 5, 9, device=device, requires_grad=True) for _ in range(2))
     index = torch.randint(9, (1, 5, 7), device=device).expand(6, 5, 7)
 
@@ -585,14 +556,12 @@ def test_gather(device):
     assert launches(other.forward) == 4  # y * 2, the remainder, and two kernels.
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_in_place(device):
     x, mask = torch.randn(4, 6, device=device, requires_grad=True), torch.rand(4, 6, device=device) > 0.5
     _, other = check(lambda x, mask: (x * 2).masked_fill_(mask, 0).add_(1).relu_(), x, mask)
     assert (launches(other.forward), launches(other.backward)) == (1, 1)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_what_is_written_while_another_view_is_in_use(device):
     def function(x):
         y = x * 2
@@ -603,7 +572,6 @@ def test_what_is_written_while_another_view_is_in_use(device):
     check(function, torch.randn(4, 6, device=device))
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_what_is_drawn_between_two_operations(device):
     """A DropPath: what is computed before the numbers are drawn is used after."""
 
@@ -617,14 +585,12 @@ def test_what_is_drawn_between_two_operations(device):
     check(function, *(torch.randn(4, 6, device=device, requires_grad=True) for _ in range(2)))
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_views_as_another_dtype(device):
     """They read memory, which therefore has to be written."""
     _, other = check(lambda x: ((x * 2 + 1).view(torch.int32) + 0, x * 3 - 1), torch.randn(4, 6, device=device))
     assert any(type(operation.function) is Kernel for operation in other.forward)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_a_value_is_computed_once(device):
     """Autocast casts what three projections read three times."""
     x = torch.randn(8, 16, device=device, requires_grad=True)
@@ -633,7 +599,6 @@ def test_a_value_is_computed_once(device):
     assert launches(program.forward) - launches(other.forward) >= 4
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("shape", [(5, 7), (300, 64), (2, 3, 130, 24)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_what_is_stored_on_the_way_to_its_sum(device, shape, turned):
@@ -653,7 +618,6 @@ def test_what_is_stored_on_the_way_to_its_sum(device, shape, turned):
     assert sum(len(o.makes) == 3 for o in other.backward) == 0
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_less_is_kept(device):
     x = torch.randn(64, 64, device=device, requires_grad=True)
     program, *_ = recorded(lambda x: F.gelu(x) * torch.sigmoid(x) + torch.tanh(x), [x])
@@ -662,7 +626,6 @@ def test_less_is_kept(device):
     assert other.kept == ("x0",)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_a_value_is_computed_of_one_that_is_kept(device):
     """Not of the three that this one was computed of."""
     x, y, z, g = (torch.randn(16, 16, device=device, requires_grad=True) for _ in range(4))
@@ -677,7 +640,6 @@ def test_a_value_is_computed_of_one_that_is_kept(device):
     assert sum(name.startswith("v") for name in other.kept) == 1  # the total
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_others_may_write_to_an_input(device):
     """Autograd keeps the results of these, not their input, which may be overwritten."""
     _, other = check(
@@ -715,13 +677,11 @@ class Exponential(torch.autograd.Function):
         return (dy[:, None] * x.double().exp()).to(x.dtype)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_a_backward_that_computes_again_keeps_no_more(device):
     _, other = check(Exponential.apply, torch.randn(8, 16, device=device, requires_grad=True))
     assert other.kept == ("x0",)
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize(
     ("shape", "dims"), [((70000, 3), (0,)), ((3, 70000), (1,)), ((1000, 2, 300), (0, 1)), ((5, 1), (1,))]
 )

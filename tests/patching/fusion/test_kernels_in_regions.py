@@ -25,7 +25,7 @@ from fastlayers.patching.program.executors import Facts, PythonExecutor
 from fastlayers.patching.reasons import PatchWarning, Reason
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.region import region_class
-from tests.patching.fusion.programs import INTERPRETED, PLACES, check, entries_of, recorded
+from tests.patching.fusion.programs import INTERPRETED, check, entries_of, recorded
 
 pytestmark = pytest.mark.cpu_kernels
 
@@ -46,26 +46,21 @@ def outcome(module, *inputs):
     return [out, *torch.autograd.grad(out.square().sum(), [*given, *module.parameters()])]
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_regions(device):
-    torch.manual_seed(0)
     module = Modulated().to(device)
     cls = region_class(Modulated, {})
     for rows in (8, 8, 8, 3, 3, 3):  # recorded at the second call of a shape
         inputs = [torch.randn(rows, 32, device=device) for _ in range(2)]
         expected = outcome(module, *inputs)
         module.__class__ = cls
-        for a, b in zip(outcome(module, *inputs), expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(outcome(module, *inputs), expected, rtol=1e-5, atol=1e-5)
         module.__class__ = Modulated
     module.__class__ = cls
     assert [entry.refusal for entry in entries_of(module)] == [None, None]
 
 
 @needs_gpu
-@pytest.mark.gpu
 def test_tensors_that_are_not_aligned():
-    torch.manual_seed(0)
     module = Modulated().cuda()
     region = Modulated().cuda()
     region.load_state_dict(module.state_dict())
@@ -73,12 +68,10 @@ def test_tensors_that_are_not_aligned():
     storage = torch.randn(2, 8 * 32 + 4, device="cuda")
     for offset in (0, 0, 0, 1, 1, 0):
         inputs = [row[offset : offset + 256].view(8, 32) for row in storage]
-        for a, b in zip(outcome(region, *inputs), outcome(module, *inputs), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(outcome(region, *inputs), outcome(module, *inputs), rtol=1e-5, atol=1e-5)
 
 
 @needs_gpu
-@pytest.mark.gpu
 @pytest.mark.skipif(executors.problem is not None, reason=f"{executors.problem}")
 def test_cpp_launches_them(monkeypatch):
     region = Modulated().cuda()
@@ -123,7 +116,6 @@ class Shifted(nn.Module):
         return (x + self.bias) * 0.1 - x.abs() * 0.3 + x.sin()
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_gradients_of_nothing_but_rounding(device):
     """Two orders of a sum find other roundings."""
     module = Shifted().to(device)
@@ -139,21 +131,17 @@ class Largest(nn.Module):
         return (torch.sin(x) * torch.cos(x) + x.tanh()).amax(-1)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_results_and_what_is_kept_are_of_one_run(device):
     """The largest element of a run with generated kernels may not be one of the run without them."""
-    torch.manual_seed(0)
     module, stock = Largest(), Largest()
     module.__class__ = region_class(Largest, {})
     for _ in range(4):
         x = torch.randn(64, 16, device=device)
-        for a, b in zip(outcome(module, x), outcome(stock, x), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(outcome(module, x), outcome(stock, x), rtol=1e-5, atol=1e-5)
     (entry,) = entries_of(module)
     assert entry.refusal is None
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_the_name_of_a_kernel_says_what_it_does(device):
     x = torch.randn(64, 32, device=device)
     _, pointwise = check(lambda x: (x * 2).sigmoid() + 1, x)
@@ -166,7 +154,6 @@ def test_the_name_of_a_kernel_says_what_it_does(device):
     assert placed == "fused_mul_sigmoid_add__block_py_88"
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_a_norm_in_a_kernel_is_named_as_a_whole(norm, device):
     x, weight = torch.randn(64, 32, device=device), torch.rand(32, device=device)
@@ -175,7 +162,6 @@ def test_a_norm_in_a_kernel_is_named_as_a_whole(norm, device):
     assert name == f"fused_mul_sigmoid_{norm}_relu"
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_a_program_prints_as_python_that_runs(device, tmp_path):
     """With its kernels, also two of one name, and one that adds up what another one leaves."""
 
@@ -192,13 +178,10 @@ def test_a_program_prints_as_python_that_runs(device, tmp_path):
     spec = importlib.util.spec_from_file_location("explained", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for found, expected in zip(
-        module.forward(*inputs)[0], PythonExecutor(program, Facts()).forward(*inputs)[0], strict=True
-    ):
-        assert torch.equal(found, expected)
+    expected, _ = PythonExecutor(program, Facts()).forward(*inputs)
+    torch.testing.assert_close(list(module.forward(*inputs)[0]), list(expected), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_a_kernel_that_cannot_be_compiled(device, monkeypatch):
     def fails(*args):
         raise RuntimeError("no compiler")
@@ -236,7 +219,6 @@ class Outer(nn.Module):
 
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("outer", [False, True])
-@pytest.mark.parametrize("device", PLACES)
 def test_what_was_recorded_runs_without_kernels_that_do_not_work(device, outer, wrong, monkeypatch):
     launches = []
 
@@ -257,8 +239,7 @@ def test_what_was_recorded_runs_without_kernels_that_do_not_work(device, outer, 
     with contextlib.nullcontext() if wrong else pytest.warns(PatchWarning, match="out of resources"):
         for _ in range(3):
             inputs = [torch.randn(8, 32, device=device) for _ in range(2)]
-            for a, b in zip(outcome(module, *inputs), outcome(stock, *inputs), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(outcome(module, *inputs), outcome(stock, *inputs), rtol=1e-5, atol=1e-5)
     (entry,) = entries_of(module)
     assert launches
     assert (entry.refusal is not None) == outer  # A region of an inner module may have kernels.

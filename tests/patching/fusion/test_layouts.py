@@ -11,12 +11,12 @@ from torch import nn
 pytest.importorskip("triton")
 
 from fastlayers.patching.regions.region import region_class
-from tests.patching.fusion.programs import PLACES, check, entries_of, launches
+from tests.patching.fusion.programs import check, entries_of, launches
+from tests.patching.networks import Parts
 
 pytestmark = pytest.mark.cpu_kernels
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_a_copy_that_may_be_told_from_its_source(device):
     """Of an input, of a result, as a result, and of what is written later: all are copies."""
     x = torch.randn(8, 4, device=device, requires_grad=True)
@@ -45,19 +45,14 @@ class Patches(nn.Module):
         return tokens + self.positions if self.sums else tokens * 3
 
 
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(16), nn.Linear(16, 16)
-
+class Residual(Parts):
     def forward(self, x):
         return x + (self.linear(self.norm(x)) * 2).tanh()
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_tokens_of_an_image_come_in_rows(device, monkeypatch):
     monkeypatch.setattr("fastlayers.patching.regions.region.CALLS", 1)
-    stock = nn.Sequential(Patches(), Residual()).to(device)
+    stock = nn.Sequential(Patches(), Residual(norm=nn.LayerNorm(16), linear=nn.Linear(16, 16))).to(device)
     model, images = copy.deepcopy(stock), torch.randn(2, 3, 16, 16, device=device)
     for layer in model:
         layer.__class__ = region_class(type(layer), {})
@@ -70,8 +65,7 @@ def test_tokens_of_an_image_come_in_rows(device, monkeypatch):
         torch.testing.assert_close(model[1](expected), stock[1](expected))
         assert model[1](expected).is_contiguous()
         grads = [torch.autograd.grad(m(images).square().sum(), [*m.parameters()]) for m in (model, stock)]
-        for a, b in zip(*grads, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)
     entries = [entry for m in model for entry in entries_of(m)]
     assert all(entry.refusal is None for entry in entries)
     # Where torch has nothing to choose, all stays as it is.

@@ -28,7 +28,6 @@ def wide(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_kernels_in_simple_operations(dtype):
     """Against the references, with the statistics that the kernels keep."""
-    torch.manual_seed(0)
     limit = {"rtol": 0, "atol": TOLERANCE[dtype]}
     x, residual, y = (torch.randn(3, 4, 8).to(dtype) for _ in range(3))
     weight, bias = (torch.randn(4, 8).to(dtype) for _ in range(2))
@@ -152,11 +151,9 @@ NEIGHBOURS = {
 
 
 @needs_gpu
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", NEIGHBOURS)
 def test_kernels_and_their_neighbours(name, dtype):
-    torch.manual_seed(0)
     function, shapes, launched = NEIGHBOURS[name]
     inputs = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
     _, other = check(function, *inputs, tolerance=4 * TOLERANCE[dtype])

@@ -53,7 +53,6 @@ def gathers(device):
 def test_specialised(function, make, monkeypatch):
     """What such programs compute is the same; q kᵀ and dy vᵀ are products of what is exact in 16 bits."""
     monkeypatch.setattr(specialised, "is_served", lambda t: True)
-    torch.manual_seed(0)
     inputs = make("cpu")
     program, tape, results, dys, gradients = recorded(function, inputs)
     other = specialised.specialised(replace(program, fake=FakeTensorMode()))
@@ -81,10 +80,8 @@ def test_specialised(function, make, monkeypatch):
 
 
 @needs_gpu
-@pytest.mark.gpu
 @pytest.mark.parametrize(("function", "make"), [(relative, gathers), (attended, parts)])
 def test_specialised_on_a_gpu(function, make):
-    torch.manual_seed(0)
     _, other = check(function, *make("cuda"), noise=4)
     called = [o.function for o in (*other.forward, *other.backward)]
     wanted = torch.ops.fastlayers.gather_backward.default if function is relative else torch.ops.aten.bmm.dtype

@@ -10,15 +10,13 @@ pytest.importorskip("triton")
 
 from fastlayers import functional as FL
 from fastlayers.patching.regions.region import region_class
-from tests.patching.fusion.programs import LOW, PLACES, TOLERANCE, Adapted, adapter, check, names_of
+from tests.patching.fusion.programs import LOW, TOLERANCE, Adapted, adapter, check, names_of
 
 pytestmark = pytest.mark.cpu_kernels
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_the_gradient_of_what_layers_read(device):
     """It is added up where it lies: of query, key and value, of gate and up, whose gradients overwrite others."""
-    torch.manual_seed(0)
     x = torch.randn(2, 35, 136, device=device, dtype=LOW, requires_grad=True)
     weights = [(torch.randn(n, 136, device=device) * 0.1).to(LOW).requires_grad_() for n in (136, 72, 72)]
     bias = torch.randn(72, device=device).to(LOW).requires_grad_()
@@ -40,9 +38,7 @@ def test_the_gradient_of_what_layers_read(device):
     assert (found["addmm_"], found["add"]) == (1, 0)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_products_of_what_is_written_over_stay(device):
-    torch.manual_seed(0)
     x, weight = (torch.randn(136, 136, device=device, dtype=LOW) for _ in range(2))
 
     def function(x, weight):
@@ -56,10 +52,8 @@ def test_products_of_what_is_written_over_stay(device):
     assert (found["mm"], found["addmm_"]) == (1, 1)  # The second one adds to the first, which was computed before.
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_sums_that_others_read_stay(device):
     """A term that is a result too, one of another shape, and one that is written over."""
-    torch.manual_seed(0)
     x = torch.randn(40, 136, device=device, dtype=LOW)
     weight = torch.randn(136, 136, device=device).to(LOW)
     a, b = (t.detach() for t in adapter(device, LOW, 136, 136, 8))
@@ -75,7 +69,6 @@ def test_sums_that_others_read_stay(device):
     assert names_of(other.forward)["wide_product"] == 0
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_what_an_adapter_read_is_not_to_be_overwritten(device):
     """It is kept in place of its cast to float32: torch's error, as for an adapter of its dtype, and no wrong one."""
     layer = Adapted(device)

@@ -23,7 +23,6 @@ from fastlayers.patching.program.program import plain_name
 from tests.patching.fusion.programs import (
     INTERPRETED,
     LOW,
-    PLACES,
     TOLERANCE,
     adapted,
     adapter,
@@ -36,14 +35,12 @@ from tests.patching.fusion.programs import (
 pytestmark = pytest.mark.cpu_kernels
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @pytest.mark.parametrize(
     ("rows", "inside", "outside", "rank"), [(35, 136, 200, 16), (17, 130, 131, 3), (150, 200, 136, 40)]
 )
 def test_an_adapter_beside_a_frozen_weight(device, dtype, rows, inside, outside, rank):
     """Forward and backward have one sum of products each, and read their large factors as they are."""
-    torch.manual_seed(0)
     x = torch.randn(2, rows, inside, device=device, dtype=LOW, requires_grad=True)
     weight = (torch.randn(outside, inside, device=device) * 0.1).to(LOW)
     bias = torch.randn(outside, device=device).to(LOW)
@@ -63,13 +60,11 @@ def test_an_adapter_beside_a_frozen_weight(device, dtype, rows, inside, outside,
     check(lambda *given: adapted(*given[:4], -2.0, given[4]), x, weight, a, b, bias, tolerance=TOLERANCE[LOW])
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @pytest.mark.parametrize("alike", [True, False])
 def test_a_dropout_before_an_adapter(device, dtype, alike, monkeypatch):
     """Its mask is kept, and x as it is: in float32 nothing is drawn where torch draws the same in 16 bits."""
     monkeypatch.setattr(specialised, "draws_the_same", lambda device: alike)
-    torch.manual_seed(0)
     x = torch.randn(2, 17, 130, device=device, dtype=LOW, requires_grad=True)
     weight = (torch.randn(136, 130, device=device) * 0.1).to(LOW)
     a, b = adapter(device, dtype, 130, 136, 5)
@@ -88,10 +83,8 @@ def test_a_dropout_before_an_adapter(device, dtype, alike, monkeypatch):
     assert "native_dropout_backward" not in backward
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_dropouts_before_adapters_on_one_input(device):
     """Each has a mask of its own, and the gradient of what they read is one sum."""
-    torch.manual_seed(0)
     x = torch.randn(2, 17, 136, device=device, dtype=LOW, requires_grad=True)
     weights = [(torch.randn(n, 136, device=device) * 0.1).to(LOW) for n in (72, 40, 40, 24, 16, 16)]
     ranks, chances = (8, 8, 8, 8, 3, 8), (0.1, 0.1, 0.1, 0.4, 0.5, 0)
@@ -115,10 +108,8 @@ def test_dropouts_before_adapters_on_one_input(device):
     assert {*masks} < {*other.kept}
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_an_adapter_with_a_magnitude(device):
     """DoRA: no identity matrix is made, and what B gives is multiplied again, not kept."""
-    torch.manual_seed(0)
     x = torch.randn(2, 17, 130, device=device, dtype=LOW, requires_grad=True)
     weight = (torch.randn(136, 130, device=device) * 0.1).to(LOW)
     a, b = adapter(device, torch.float32, 130, 136, 5)
@@ -142,11 +133,9 @@ def test_an_adapter_with_a_magnitude(device):
     assert large.isdisjoint(other.kept)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_a_gate_before_an_adapter(device, monkeypatch):
     """Its product is what A's gradient reads, and computed again of the gate and what it lets pass."""
     monkeypatch.setattr(glu, "CPU_LEAST", 0)
-    torch.manual_seed(0)
     gate, up = (torch.randn(2, 17, 136, device=device, dtype=LOW, requires_grad=True) for _ in range(2))
     weight = (torch.randn(72, 136, device=device) * 0.1).to(LOW)
     factors = adapter(device, torch.float32, 136, 72, 8)
@@ -160,10 +149,8 @@ def test_a_gate_before_an_adapter(device, monkeypatch):
     assert names_of(other.backward)["gated_forward"] == 1
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_dropouts_that_stay(device):
     """What is dropped is a result, or read by something else; nothing is trained; the mask is read too."""
-    torch.manual_seed(0)
     x = torch.randn(35, 136, device=device, dtype=LOW)
     a, _ = (t.detach() for t in adapter(device, torch.float32, 136, 200, 8))
 
@@ -179,10 +166,8 @@ def test_dropouts_that_stay(device):
     assert "empty" not in names_of(other.forward)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_masked_thin_products(device):
     """They have the error of float32, and of infinity and 0 they make what torch makes."""
-    torch.manual_seed(0)
     x = torch.randn(90, 140, device=device).to(LOW)
     t, u = torch.randn(140, 12, device=device), torch.randn(90, 12, device=device)
     mask = torch.rand(x.shape, device=device) < 0.7
@@ -203,7 +188,6 @@ def test_masked_thin_products(device):
     assert own.isnan().nonzero()[:, 0].unique().tolist() == [3, 4]
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_a_mask_is_drawn_as_for_float32(device):
     """Whatever the number of elements, the generator is left as it is by a dropout of float32."""
     for shape in ((3, 40), (3, 33), (2, 7), (2**20 + 1, 1)):
@@ -221,20 +205,16 @@ def test_a_mask_is_drawn_as_for_float32(device):
     assert torch.equal(torch.rand(9, device=device), expected)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_an_adapter_of_float64_stays(device):
-    torch.manual_seed(0)
     x = torch.randn(2, 35, 136, device=device, dtype=LOW, requires_grad=True)
     weight = (torch.randn(200, 136, device=device) * 0.1).to(LOW)
     _, other = check(lambda *given: adapted(*given, 0.75), x, weight, *adapter(device, torch.float64, 136, 200, 8))
     assert not {"wide_product", "thin_product"} & names_of([*other.forward, *other.backward]).keys()
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("rank", [12, 64, 128])
 @pytest.mark.parametrize("factors", range(6))
 def test_thin_products_have_the_error_of_float32(device, factors, rank):
-    torch.manual_seed(0)
     x, dy = (torch.randn(130, 180, device=device).to(LOW) for _ in range(2))
     t, u = torch.randn(180, rank, device=device), torch.randn(130, rank, device=device)
     a, b = ((x, t), (t.t(), x.t()), (dy.t(), u), (u.t(), dy), (x[:, 8:150], t[8:150]), (x[::3], t))[factors]
@@ -259,7 +239,6 @@ MULTIPLES = {
 }
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("case", MULTIPLES)
 def test_a_thin_product_of_a_multiple(device, dtype, case):
@@ -267,7 +246,6 @@ def test_a_thin_product_of_a_multiple(device, dtype, case):
     if INTERPRETED and dtype is not LOW:
         pytest.skip("the interpreter has no bfloat16")
     function, joins = MULTIPLES[case]
-    torch.manual_seed(0)
     x = torch.randn(34, 136, device=device, dtype=dtype, requires_grad=True)
     thin = torch.randn(136, 5, device=device, dtype=dtype)
     _, other = check(function, x, thin, tolerance=TOLERANCE[dtype])
@@ -276,12 +254,10 @@ def test_a_thin_product_of_a_multiple(device, dtype, case):
     assert not joins or found["mul"] == 0
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 def test_adapters_on_one_input(device, dtype, monkeypatch):
     """The gradient of what several layers read is one sum; the layers feed others."""
     monkeypatch.setattr(thin_products, "LARGE", 0)
-    torch.manual_seed(0)
     x = torch.randn(3, 50, 144, device=device, dtype=LOW, requires_grad=True)
     weights = [(torch.randn(n, 144, device=device) * 0.1).to(LOW) for n in (160, 160)]
     down = (torch.randn(144, 160, device=device) * 0.1).to(LOW)
@@ -303,10 +279,8 @@ def test_adapters_on_one_input(device, dtype, monkeypatch):
     assert (backward["thin_product"], backward["mm"], backward["addmm"]) == ((7, 0, 0) if thin else (0, 3, 4))
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_a_norm_after_an_adapter(device):
     """Its weight is frozen like that of the layer, whose sum is one of products all the same."""
-    torch.manual_seed(0)
     x = torch.randn(110, 136, device=device, dtype=LOW, requires_grad=True)
     weight, scale = (torch.randn(shape, device=device).to(LOW) for shape in ((136, 136), (136,)))
     a, b = adapter(device, torch.float32, 136, 136, 8)
@@ -320,12 +294,10 @@ def test_a_norm_after_an_adapter(device):
     assert names_of(other.backward)["thin_product"] == 3
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("rank", "parts"), [(5, 3), (16, 2), (40, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 def test_thin_products_of_one_matrix(device, dtype, rank, parts, masked):
-    torch.manual_seed(0)
     x = torch.randn(110, 141, device=device).to(LOW)
     masks = [torch.rand(110, 141, device=device) < 0.5 if masked else None for _ in range(parts)]
     assert parts <= low_rank.most_parts(rank)
@@ -346,12 +318,10 @@ def test_thin_products_of_one_matrix(device, dtype, rank, parts, masked):
             assert ((y - exact).abs() <= limit).all()
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 def test_thin_products_that_are_results(device, dtype, monkeypatch):
     """Each has memory of its own, as torch's have; views of them, too."""
     monkeypatch.setattr(thin_products, "LARGE", 0)
-    torch.manual_seed(0)
     x = torch.randn(2, 20, 136, device=device).to(LOW)
     factors = [torch.randn(8, 136, device=device).to(dtype) for _ in range(4)]
 
@@ -366,10 +336,8 @@ def test_thin_products_that_are_results(device, dtype, monkeypatch):
     assert len({t.untyped_storage().data_ptr() for t in found}) == 3
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_a_thin_product_divided_by_zero(device):
     """Infinite, as torch's: it is no multiple that a sum of products could have."""
-    torch.manual_seed(0)
     x, weight = torch.randn(17, 136, device=device).to(LOW), torch.randn(136, 72, device=device).to(LOW)
     a, b = torch.randn(136, 8, device=device).to(LOW), torch.randn(8, 72, device=device).to(LOW)
     program, tape, (expected,), _, _ = recorded(lambda x, w, a, b: x @ w + (x @ a) @ b / 0, (x, weight, a, b))
@@ -379,10 +347,8 @@ def test_a_thin_product_divided_by_zero(device):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("device", PLACES)
 def test_thin_products_that_stay_apart(device):
     """One is computed of another, or of one that waits for it; of another rank; written over before the next."""
-    torch.manual_seed(0)
     x, z = (torch.randn(40, 136, device=device, dtype=LOW) for _ in range(2))
     factors = [torch.randn(136, n, device=device) * 0.1 for n in (8, 8, 8, 8, 4, 8)]
 

@@ -26,7 +26,6 @@ from fastlayers.patching.regions.region import region_class
 from tests.patching.fusion.programs import (
     INTERPRETED,
     LOW,
-    PLACES,
     TOLERANCE,
     Adapted,
     adapter,
@@ -51,10 +50,8 @@ class Together(nn.Module):
 
 
 @needs_gpu
-@pytest.mark.gpu
 @pytest.mark.skipif(executors.problem is not None, reason=f"{executors.problem}")
 def test_cpp_launches_thin_products(monkeypatch):
-    torch.manual_seed(0)
     region = Together("cuda")
     stock = copy.deepcopy(region)
     region.__class__ = region_class(Together, {})
@@ -92,11 +89,9 @@ def test_the_machine_code_of_a_launch_is_of_one_device():
     assert codes[0] == codes[2] != codes[1]
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 def test_what_an_adapter_adds(device, dtype):
     """Values and gradients are those of the composition, of the second order too, and x is kept as it is."""
-    torch.manual_seed(0)
     x = torch.randn(2, 33, 136, device=device, dtype=LOW, requires_grad=True)
     y = torch.randn(2, 33, 200, device=device, dtype=LOW, requires_grad=True)
     a, b = adapter(device, dtype, 136, 200, 12)
@@ -129,9 +124,7 @@ def test_what_an_adapter_adds(device, dtype):
         (((5, 136), (5, 200), (8, 136), (200, 8)), (LOW, torch.float32, torch.float32)),
     ],
 )
-@pytest.mark.parametrize("device", PLACES)
 def test_what_no_kernel_adds_is_composed(device, shapes, dtypes):
-    torch.manual_seed(0)
     x, y, a, b = (
         torch.randn(shape, device=device).to(dtype)
         for shape, dtype in zip(shapes, (dtypes[0], dtypes[1], dtypes[2], dtypes[2]), strict=True)
@@ -234,7 +227,6 @@ def changed(model, how):
         layer.lora_B["default"].forward = lambda x: x.new_zeros(*x.shape[:-1], 200)
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize(
     ("how", "options", "by_kernel"),
     [

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
+from fastlayers.patching import patch_model
 from fastlayers.patching.runtime.lazy import LazyTensor
 from tests.harness import assert_no_worse
 
@@ -45,6 +48,11 @@ def causal_model(family="Llama", **options):
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model
+
+
+def twins(stock):
+    """A patched copy of a model, and the model."""
+    return patch_model(copy.deepcopy(stock)), stock
 
 
 def batch(seed=1):

@@ -28,6 +28,8 @@ from fastlayers.patching import (
 )
 from fastlayers.patching.ir.known_functions import fused_rotary, is_rotary
 from fastlayers.patching.regions import region as regions
+from tests.patching.libraries import losses
+from tests.patching.networks import Parts
 
 
 def images(size=32):
@@ -77,7 +79,6 @@ TORCHVISION = {
 @pytest.mark.parametrize("name", TORCHVISION)
 def test_torchvision(name):
     models = pytest.importorskip("torchvision.models")
-    torch.manual_seed(0)
     model = models.get_model(name, weights=None, num_classes=4)
     check(model, TORCHVISION[name], images())
     check_fold(model, images())
@@ -85,7 +86,6 @@ def test_torchvision(name):
 
 def test_torchvision_convnext():
     convnext = pytest.importorskip("torchvision.models.convnext")
-    torch.manual_seed(0)
     stages = [convnext.CNBlockConfig(8, 16, 1), convnext.CNBlockConfig(16, None, 1)]
     model = convnext.ConvNeXt(stages, stochastic_depth_prob=0.1, num_classes=4)
     check(model, {"channel_layer_norm": 3}, images())
@@ -104,7 +104,6 @@ TIMM = {
 def test_timm(name):
     timm = pytest.importorskip("timm")
     options, counts = TIMM[name]
-    torch.manual_seed(0)
     check(timm.create_model(name, pretrained=False, num_classes=4, **options), counts, images())
 
 
@@ -112,7 +111,6 @@ def test_timm(name):
 def test_timm_fold(name, count):
     """Their BatchNormAct2d folds into the convolution, and its activation stays."""
     timm = pytest.importorskip("timm")
-    torch.manual_seed(0)
     model = timm.create_model(name, pretrained=False, num_classes=4)
     assert plan_fold(model.eval()).counts() == {"fold_batch_norm": count}
     check_fold(model, images())
@@ -120,7 +118,6 @@ def test_timm_fold(name, count):
 
 def test_timm_layers():
     layers = pytest.importorskip("timm.layers")
-    torch.manual_seed(0)
     x = torch.randn(2, 8, 5, 4)
     check(layers.BatchNormAct2d(8), {"batch_norm_act": 1}, x)
     check(layers.BatchNormAct2d(8, act_layer="silu", momentum=None), {"batch_norm_act": 1}, x)
@@ -136,25 +133,14 @@ def test_timm_layers():
     check(layers.RmsNormFp32(8), {"rms_norm": 1}, torch.randn(2, 3, 8))
 
 
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL = {**losses.SMALL, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64, "head_dim": 8}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
 TRANSFORMERS = {
     "Llama": (SMALL, "ForCausalLM", {"rms_norm (llama)": 3}),
     "Mistral": (SMALL, "ForCausalLM", {"rms_norm (llama)": 3}),
     "Qwen2": (SMALL, "ForCausalLM", {"rms_norm (llama)": 3}),
-    "Qwen3": (SMALL | {"head_dim": 8}, "ForCausalLM", {"rms_norm (llama)": 7}),
-    "Gemma2": (SMALL | {"head_dim": 8}, "ForCausalLM", {"rms_norm (gemma)": 7}),
+    "Qwen3": (SMALL, "ForCausalLM", {"rms_norm (llama)": 7}),
+    "Gemma2": (SMALL, "ForCausalLM", {"rms_norm (gemma)": 7}),
     "Olmo2": (SMALL, "ForCausalLM", {"rms_norm (olmo)": 9}),
     "Cohere": (SMALL, "ForCausalLM", {"forked_layer_norm": 2, "layer_norm (cohere)": 1}),
     "T5": (T5, "EncoderModel", {"rms_norm (t5)": 3}),
@@ -166,19 +152,19 @@ TRANSFORMERS = {
 def test_transformers(name):
     transformers = pytest.importorskip("transformers")
     options, head, counts = TRANSFORMERS[name]
-    torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**options)
     model = getattr(transformers, f"{name}{head}")(config)
     check(model, counts, input_ids=torch.randint(3, 60, (2, 7)))
 
 
 def test_no_library_is_imported():
-    """Nor rich, which only printing needs."""
+    """Nor what only printing, drawing and an adapter need."""
     code = (
         "import sys, torch; from torch import nn; import fastlayers; "
         "model = fastlayers.patch_model(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())); "
         "str(fastlayers.patch_report(model)); "
-        "assert not {'rich', 'timm', 'torchvision', 'transformers'} & set(sys.modules)"
+        "assert not {'rich', 'matplotlib', 'timm', 'torchvision', 'transformers', 'diffusers'} & set(sys.modules); "
+        "assert not [m for m in sys.modules if m.startswith('fastlayers.patching.libraries.transformers')]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -197,15 +183,11 @@ def test_arguments_by_their_former_names(monkeypatch):
         def forward(self, x, gain=1.0, **kwargs):
             return (torch.relu(self.proj(x)) + x) * gain
 
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scaled = Scaled()
-
+    class Block(Parts):
         def forward(self, x, **kwargs):
             return self.scaled(x, **kwargs).tanh()
 
-    stock, x = Block(), torch.randn(3, 4)
+    stock, x = Block(scaled=Scaled()), torch.randn(3, 4)
     model = patch_model(copy.deepcopy(stock))
     assert type(model.scaled) is not Scaled
     for _ in range(3):
@@ -273,9 +255,7 @@ def test_a_rotary_function_of_a_part_of_each_head(width, runs, dtype, monkeypatc
         out = function(q.transpose(1, 2), k.transpose(1, 2), *tables)
         grads = torch.autograd.grad([t.float().square().sum() for t in out], (q, k))
         found.append([*out, *grads])
-    for a, b in zip(*found, strict=True):
-        assert (a.dtype, a.stride()) == (b.dtype, b.stride())
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*found, check_stride=True)
     assert bool(calls) is runs
 
 
@@ -331,11 +311,7 @@ def test_an_attention_of_transformers_4(monkeypatch):
                 attend = ATTENTIONS[self.config.attention]
             return self.proj(attend(self, q, k, v, **kwargs).transpose(1, 2).flatten(2))
 
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.attention = nn.LayerNorm(16), Attention()
-
+    class Block(Parts):
         def forward(self, x, position_embeddings):
             return x + self.attention(self.norm(x), position_embeddings)
 
@@ -344,7 +320,7 @@ def test_an_attention_of_transformers_4(monkeypatch):
     monkeypatch.setitem(globals(), "ATTENTIONS", registry)
     monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
     monkeypatch.setattr(regions, "CALLS", 1)
-    stock, x = Block(), torch.randn(2, 5, 16)
+    stock, x = Block(norm=nn.LayerNorm(16), attention=Attention()), torch.randn(2, 5, 16)
     tables = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
     model = patch_model(copy.deepcopy(stock))
     assert dict(patch_report(model)["attention"].fused)["rotary"] == 1
@@ -381,7 +357,6 @@ def test_a_layer_with_experts_is_a_region(monkeypatch):
         hidden_size=32, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, num_experts=4, num_experts_per_tok=2, vocab_size=50, norm_topk_prob=True, use_cache=False,
     )  # fmt: skip
-    torch.manual_seed(0)
     model = transformers.Qwen3MoeForCausalLM(config)
     model.set_experts_implementation("grouped_mm")
     twin = copy.deepcopy(model)
@@ -393,8 +368,7 @@ def test_a_layer_with_experts_is_a_region(monkeypatch):
         for each, loss in zip((model, twin), losses, strict=True):
             each.zero_grad()
             loss.backward()
-        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad)
+        torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
     entries = type(model.model.layers[0]).__fastlayers_region__.entries.values()
     assert [entry.refusal for found in entries for entry in found] == [None]
     model.set_experts_implementation("eager")  # has to be seen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -11,20 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import fastlayers
 from fastlayers.patching import ProfileReport, patch_model, profile_patch
 from fastlayers.patching.measure import profile as profiling
 from fastlayers.patching.measure.profile import Measurement, kind_of
+from tests.patching.networks import Parts, Snapshot
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(16, 16)
-        self.norm = nn.BatchNorm1d(16)
-        self.drop = nn.Dropout(0.5)
-        self.modes = []
-
+class Block(Parts):
     def forward(self, x):
         self.modes.append(torch.is_grad_enabled())
         return self.drop(self.norm(self.fc(x)))
@@ -33,7 +25,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.block = Block()
+        self.block = Block(fc=nn.Linear(16, 16), norm=nn.BatchNorm1d(16), drop=nn.Dropout(0.5), modes=[])
         self.soft = nn.Softmax(-1)
 
     def forward(self, x, labels=None):
@@ -73,19 +65,10 @@ def test_the_model_is_left_as_it_was(net, x, state):
     net(x).sum().backward()
     if state == "patched":
         patch_model(net)
-    classes = [type(module) for module in net.modules()]
-    values = {name: (value, value.clone()) for name, value in (*net.named_parameters(), *net.named_buffers())}
-    gradients = [(p, p.grad, p.grad.clone()) for p in net.parameters()]
-    random, given = torch.get_rng_state(), x.clone()
-    seen = []
+    before, given, seen = Snapshot(net), x.clone(), []
     next(net.parameters()).register_post_accumulate_grad_hook(seen.append)  # an optimizer in the backward
     report = profile_patch(net, x)
-    assert [type(module) for module in net.modules()] == classes
-    for name, value in (*net.named_parameters(), *net.named_buffers()):
-        assert value is values[name][0]
-        assert torch.equal(value, values[name][1])
-    assert all(p.grad is grad and torch.equal(grad, before) for p, grad, before in gradients)
-    assert torch.equal(torch.get_rng_state(), random)
+    before.check(net)
     assert torch.equal(x, given)
     assert seen == []
     assert report.patched == 3
@@ -93,12 +76,10 @@ def test_the_model_is_left_as_it_was(net, x, state):
 
 
 def test_it_is_restored_after_an_error(net, x):
-    classes = [type(module) for module in net.modules()]
-    buffers = [id(buffer) for buffer in net.buffers()]
+    before = Snapshot(net)
     with pytest.raises(RuntimeError):
         profile_patch(net, x[:, 1:])
-    assert [type(module) for module in net.modules()] == classes
-    assert [id(buffer) for buffer in net.buffers()] == buffers
+    before.check(net)
 
 
 def test_what_it_measures(net, x):
@@ -130,17 +111,12 @@ def test_the_loss_is_what_is_differentiated(net, x):
 
 
 def test_unpatched_and_patched_take_turns(x):
-    class Seen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.soft = nn.Softmax(-1)
-            self.classes = []
-
+    class Seen(Parts):
         def forward(self, x):
             self.classes.append(repr(self.soft).split("(")[0])
             return self.soft(x)
 
-    model = Seen()
+    model = Seen(soft=nn.Softmax(-1), classes=[])
     profile_patch(model, x)
     warm = profiling.WARM_UPS
     assert model.classes[: 2 * warm + 4] == (
@@ -220,11 +196,3 @@ def test_every_kind_has_a_colour():
 )  # fmt: skip
 def test_kinds_of_kernels(kind, names):
     assert {name: kind_of(name) for name in names} == dict.fromkeys(names, kind)
-
-
-def test_nothing_is_imported_for_it():
-    code = (
-        "import sys, fastlayers; print([m for m in ('matplotlib', 'rich', 'timm', 'transformers') if m in sys.modules])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-    assert fastlayers.profile_patch is profile_patch

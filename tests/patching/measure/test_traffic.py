@@ -13,6 +13,7 @@ from fastlayers import functional
 from fastlayers.patching import PatchWarning, Reason, patch_model, patch_report, plan_patch
 from fastlayers.patching.measure import traffic as counting
 from fastlayers.patching.report import readable
+from tests.patching.networks import Snapshot
 
 ELEMENTS = 64 * 32
 TENSOR = 4 * ELEMENTS  # bytes
@@ -124,17 +125,11 @@ def test_a_patched_model_is_reported_the_same(x):
 def test_nothing_of_the_model_changes(x):
     model = Block()
     model(x).sum().backward()
-    types = [type(module) for module in model.modules()]
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    gradients = [(p, p.grad, p.grad.clone()) for p in model.parameters()]
-    random = torch.get_rng_state()
+    before = Snapshot(model)
     plan_patch(model, example_inputs=x)
     with pytest.raises(RuntimeError):
         plan_patch(model, example_inputs=x[:, 1:])
-    assert [type(module) for module in model.modules()] == types
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert all(p.grad is grad and torch.equal(grad, before) for p, grad, before in gradients)
-    assert torch.equal(torch.get_rng_state(), random)
+    before.check(model)
 
 
 def test_on_the_meta_device():

@@ -13,25 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastlayers.patching import (
-    patch_model,
-    verify_patch,
-)
+from fastlayers.patching import patch_model, verify_patch
 from fastlayers.patching.measure import verify as verification
-from tests.patching.networks import Block, Net, types_of
-
-
-def snapshot(model):
-    tensors = {name: t.clone() for name, t in model.state_dict().items()}
-    grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-    return tensors, grads, [m.training for m in model.modules()], types_of(model), torch.random.get_rng_state()
-
-
-def unchanged(before, after):
-    for a, b in zip(before[:2], after[:2], strict=True):
-        assert a.keys() == b.keys()
-        assert all((a[key] is None and b[key] is None) or torch.equal(a[key], b[key]) for key in a)
-    return before[2:4] == after[2:4] and torch.equal(before[4], after[4])
+from tests.patching.networks import Block, Net, Parts, Snapshot
 
 
 @pytest.mark.parametrize("state", ["unpatched", "patched"])
@@ -44,7 +28,7 @@ def test_verify(net, x, state, mode, dtype):
     if state == "patched":
         patch_model(net)
     net.layer2[0].eval()
-    before = snapshot(net)
+    before = Snapshot(net)
     report = verify_patch(net, x.to(dtype))
     assert report
     assert report.ok
@@ -53,7 +37,7 @@ def test_verify(net, x, state, mode, dtype):
     assert {c.name for c in report.comparisons} >= {"output", "grad of layer1.0.conv.weight", "grad of input 0"}
     assert str(report).startswith("verify: equal (6 modules patched")
     assert ("every value is the same" in str(report)) == all(c.error == 0 for c in report.comparisons)
-    assert unchanged(before, snapshot(net))
+    before.check(net)
 
 
 @pytest.mark.parametrize("error", ["output", "gradient", "dtype"])
@@ -203,12 +187,10 @@ def test_verify_restores_shared_modules_and_tied_parameters():
         def forward(self, x):
             return self.last(self.second(self.first(x)))
 
-    model = Twice()
-    before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
-    assert verify_patch(model, torch.randn(3, 4))
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        assert tensor is before[name][0]
-        assert torch.equal(tensor, before[name][1])
+    model, x = Twice(), torch.randn(3, 4)
+    before = Snapshot(model)
+    assert verify_patch(model, x)
+    before.check(model)
 
 
 class Remembers(nn.Module):
@@ -239,12 +221,8 @@ def test_verify_with_a_model_that_remembers():
     assert model.last is None
 
 
-class Draws(nn.Module):
+class Draws(Parts):
     """As VITS: which layers are left out in training is drawn from NumPy's generator, not from torch's."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(4)
 
     def forward(self, x):
         return self.norm(x) * numpy.random.uniform(0, 1) * random.random()
@@ -252,17 +230,17 @@ class Draws(nn.Module):
 
 def test_verify_with_random_numbers_of_others():
     before = random.getstate(), numpy.random.get_state()[1].tolist()
-    report = verify_patch(Draws(), torch.randn(3, 4))
+    report = verify_patch(Draws(norm=nn.LayerNorm(4)), torch.randn(3, 4))
     assert report, report
     assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before
 
 
 def test_verify_restores_after_an_error(net):
     wrong = torch.randn(2, 3, 6, 6)
-    before = snapshot(net)
+    before = Snapshot(net)
     with pytest.raises(RuntimeError, match="expected input"):
         verify_patch(net, wrong)
-    assert unchanged(before, snapshot(net))
+    before.check(net)
 
 
 def test_verify_with_dropout_and_integer_inputs():

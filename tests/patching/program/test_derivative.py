@@ -15,10 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import fastlayers
 from fastlayers.patching.program.derivative import Derivative
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.regions import region as regions
-from fastlayers.patching.regions.region import Region
 
-pytestmark = pytest.mark.cpu_kernels
+pytestmark = [pytest.mark.cpu_kernels, pytest.mark.usefixtures("any_size")]
 
 
 class Reversed(torch.autograd.Function):
@@ -93,14 +91,6 @@ class Net(nn.Module):
         return self.act(self.compute(x, self.weight, self.table))
 
 
-@pytest.fixture
-def ran(monkeypatch):
-    monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
-    found, run = [], Region.run
-    monkeypatch.setattr(Region, "run", lambda self, *args: found.append(self) or run(self, *args))
-    return found
-
-
 def derivatives(model, x, change):
     """Of all orders up to the third, each of what depends on the gradient of the result, too."""
     torch.manual_seed(3)
@@ -130,7 +120,6 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", FORWARDS)
 def test_three_orders(name, change, ran):
-    torch.manual_seed(0)
     stock = Net(name).double()
     patched = fastlayers.patch_model(copy.deepcopy(stock))
     x = torch.randn(6, 4, dtype=torch.double, requires_grad=True)
@@ -169,7 +158,6 @@ def test_a_checkpoint_inside_is_refused():
 
 def test_an_input_that_no_derivative_needs_is_written(ran):
     """Nothing is computed from the last bias."""
-    torch.manual_seed(0)
     stock = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     found = []
     for model in (stock, fastlayers.patch_model(copy.deepcopy(stock))):

@@ -310,3 +310,11 @@ def recorded(module, *args):
     region = in_regions(module)
     outcome(module, *args), outcome(region, *args)
     return region
+
+
+def repeated(module, *args, calls=2):
+    """A region of a module that gave in each of so many calls what the module gives."""
+    region = in_regions(module)
+    for _ in range(calls):
+        same(module, region, *args)
+    return region

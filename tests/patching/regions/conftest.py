@@ -14,12 +14,6 @@ def from_the_first_call(request, monkeypatch):
         monkeypatch.setattr(regions, "CALLS", 1)
 
 
-@pytest.fixture
-def any_size(request, monkeypatch):
-    if "small" not in request.node.name:
-        monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
-
-
 @pytest.fixture(params=["python", "native"])
 def executor(request, monkeypatch):
     """What runs the regions."""
@@ -55,11 +49,3 @@ def runs(monkeypatch):
     monkeypatch.setattr(Region, "run", watched)
     monkeypatch.setattr(Region, "prepared", recording)
     return seen
-
-
-@pytest.fixture
-def ran(monkeypatch):
-    """The regions that ran, one for each call."""
-    found, run = [], Region.run
-    monkeypatch.setattr(Region, "run", lambda self, *args: found.append(self) or run(self, *args))
-    return found

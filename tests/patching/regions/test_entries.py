@@ -18,31 +18,12 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import fastlayers
 from fastlayers.graphs.capture import Storages
 from fastlayers.ops.guard import kept_as_is
-from fastlayers.patching.program import executors
 from fastlayers.patching.program.program import storage
-from fastlayers.patching.regions import region as regions
-from fastlayers.patching.regions.region import Region
 from tests.harness import needs_gpu
 
-pytestmark = pytest.mark.cpu_kernels
+pytestmark = [pytest.mark.cpu_kernels, pytest.mark.usefixtures("executor", "any_size")]
 
 SCALE = 1.0
-
-
-@pytest.fixture(autouse=True, params=[executors.PythonExecutor, executors.NativeExecutor])
-def executor(request, monkeypatch):
-    if request.param is executors.NativeExecutor and executors.problem:
-        pytest.skip(executors.problem)
-    monkeypatch.setattr(regions, "executor_class", lambda: request.param)
-    monkeypatch.setitem(regions.LEAST, request.param, (1, 1))
-
-
-@pytest.fixture
-def ran(monkeypatch):
-    """The calls that ran as a region."""
-    found, run = [], Region.run
-    monkeypatch.setattr(Region, "run", lambda self, *args: found.append(self) or run(self, *args))
-    return found
 
 
 class Net(nn.Module):
@@ -117,17 +98,6 @@ def test_changes_between_a_forward_and_its_backward(change, used, steps, ran):
             found.append(torch.autograd.grad(loss, [x]))
     torch.testing.assert_close(found[1], found[0])
     assert as_region == (steps == 3)
-
-
-def test_a_module_that_is_gone():
-    found = []
-    for model in pair(Net):
-        x = inputs()
-        torch.manual_seed(5)
-        z, _ = copy.deepcopy(model)(x)
-        (dx,) = torch.autograd.grad(z.sum(), x, create_graph=True)
-        found.append(torch.autograd.grad(dx.square().sum(), x)[0])
-    torch.testing.assert_close(*found)
 
 
 def test_no_call_keeps_its_module():
@@ -257,9 +227,9 @@ def test_some_results_of_a_checkpoint(used):
 
 
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1, 2)])
-def test_what_a_backward_does_not_need_may_be_written(used):
+def test_what_a_backward_does_not_need_may_be_written(used, executor):
     """Such as by an optimizer's step, before a backward for some of the results or of the parameters."""
-    if regions.executor_class() is executors.PythonExecutor:
+    if executor == "python":
         pytest.skip("torch unpacks all that a Function of Python keeps")
     found = []
     for model in pair(Three):

@@ -32,6 +32,7 @@ from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.regions.region import Region
 from tests.harness import DEVICES
 from tests.ops.test_squeeze_excite import SqueezeExcite, StandIns
+from tests.patching.networks import Parts
 from tests.patching.regions.blocks import (
     Block,
     Bottleneck,
@@ -43,6 +44,7 @@ from tests.patching.regions.blocks import (
     in_regions,
     leaves,
     recorded,
+    repeated,
     same,
     tokens,
 )
@@ -102,11 +104,7 @@ for op in (noted, noted_backward):
     op.register_fake(torch.empty_like)
 
 
-class Noted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16))
-
+class Noted(Parts):
     def forward(self, x):
         return torch.ops.fastlayers_tests.noted(x * self.weight) + x
 
@@ -115,7 +113,7 @@ class Noted(nn.Module):
 def test_a_recording_runs_backwards_where_autograd_does(device, runs):
     """cuDNN makes its plans again in another thread: 5 s in EfficientNet-B0."""
     THREADS.clear()
-    region, x = in_regions(Noted().to(device)), tokens(device=device)
+    region, x = in_regions(Noted(weight=nn.Parameter(torch.randn(16))).to(device)), tokens(device=device)
     for _ in range(3):
         region(x).sum().backward()
     assert runs == [True, False, False]
@@ -183,17 +181,16 @@ def test_a_backward_lets_go_of_the_inputs():
 def test_two_forwards_before_a_backward():
     module = Block(p=0.2)
     region, a, b = recorded(module, tokens()), tokens(), tokens().detach() * 2
+    found = []
     for kind in (module, region):
         torch.manual_seed(0)
-        (kind(a) * kind(b)).sum().backward()
-    for p, q in zip(module.parameters(), region.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+        found.append(torch.autograd.grad((kind(a) * kind(b)).sum(), [*kind.parameters()]))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", [lambda: Block(8, p=0.3), Bottleneck, Spellings])
 def test_second_derivatives(make, device):
-    torch.manual_seed(0)
     module = make().double().to(device)
     x = torch.randn(*((2, 8, 4, 4) if make is Bottleneck else (2, 3, 8)), dtype=torch.float64, device=device)
     x.requires_grad_()
@@ -206,13 +203,11 @@ def test_second_derivatives(make, device):
         grads = torch.autograd.grad(out, wanted, create_graph=True, materialize_grads=True)
         found.append(torch.autograd.grad(sum(g.square().sum() for g in grads), wanted, materialize_grads=True))
         found[-1] += tuple(kind.buffers())
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*found)
 
 
 def test_one_tensor_given_twice(runs, monkeypatch):
     monkeypatch.setattr(regions, "FREE", 4)
-    torch.manual_seed(0)
     module = Cross()
     region = in_regions(module)
     x, y = tokens(2, 3, 8), tokens(2, 3, 8)
@@ -222,7 +217,6 @@ def test_one_tensor_given_twice(runs, monkeypatch):
 
 
 def test_a_second_derivative_for_one_tensor_given_twice():
-    torch.manual_seed(0)
     module = Cross().double()
     region = in_regions(module)
     x = tokens(2, 3, 8, dtype=torch.float64)
@@ -251,7 +245,6 @@ def add_hook(module):
     ],
 )
 def test_a_change_of_what_is_read_by_the_way(change, runs):
-    torch.manual_seed(0)
     module = Plain()
     region = in_regions(module)
     same(module, region, tokens(2, 3, 8))
@@ -278,7 +271,6 @@ class Moves(nn.Module):
 
 def test_an_assignment_of_what_is_there(runs, monkeypatch):
     monkeypatch.setattr(regions, "CALLS", 2)  # as users have it: the first call assigns
-    torch.manual_seed(0)
     module = Moves()
     region = in_regions(module)
     for x in (tokens(2, 8), tokens(2, 8), tokens(2, 8), tokens(3, 8), tokens(3, 8)):
@@ -290,12 +282,8 @@ def test_an_assignment_of_what_is_there(runs, monkeypatch):
     assert region.rows.dtype is torch.float64
 
 
-class Remembers(nn.Module):
+class Remembers(Parts):
     """Keeps something for a method of its own, and forgets it, as attention layers of torch_geometric do."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.kept, self.calls = nn.LayerNorm(8), None, 0
 
     def forward(self, x, keeps=False, counts=False):
         self.kept = x.exp()
@@ -309,11 +297,8 @@ class Remembers(nn.Module):
 
 
 def test_an_assignment_that_is_taken_back(runs):
-    torch.manual_seed(0)
-    module = Remembers()
-    region = in_regions(module)
-    for _ in range(2):
-        same(module, region, tokens(2, 8))
+    module = Remembers(norm=nn.LayerNorm(8), kept=None, calls=0)
+    region = repeated(module, tokens(2, 8))
     assert runs == [True, False]
     assert region.kept is None
     region(tokens(2, 8), keeps=True)
@@ -326,12 +311,8 @@ def test_an_assignment_that_is_taken_back(runs):
     assert not any(runs[2:])
 
 
-class Collects(nn.Module):
+class Collects(Parts):
     """Returns a list that it was given, beside what it made of it, as the heads of ultralytics do."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
 
     def forward(self, levels, more):
         total = self.norm(levels[0] + levels[1]).tanh() * more["scale"]
@@ -339,8 +320,7 @@ class Collects(nn.Module):
 
 
 def test_a_result_that_holds_an_argument(runs):
-    torch.manual_seed(0)
-    module = Collects()
+    module = Collects(norm=nn.LayerNorm(8))
     region = in_regions(module)
     for _ in range(2):
         levels, more = [tokens(2, 8), tokens(2, 8)], {"scale": tokens(2, 8)}
@@ -366,11 +346,8 @@ class Makes(nn.Module):
 
 
 def test_layers_that_are_made_in_a_forward(runs, monkeypatch):
-    torch.manual_seed(0)
     module = Makes()
-    region = in_regions(module)
-    for x in (tokens(2, 8), tokens(2, 8)):
-        same(module, region, x)
+    region = repeated(module, tokens(2, 8))
     assert runs == [True, False]
     for each in (module, region):
         each.act = nn.Tanh()
@@ -385,12 +362,9 @@ def test_layers_that_are_made_in_a_forward(runs, monkeypatch):
 
 
 def test_two_lambdas_in_a_line(runs):
-    torch.manual_seed(0)
     module = Plain()
     module.join, _ = lambda x, y: x - y, lambda x, y: x * y
-    region = in_regions(module)
-    for _ in range(2):
-        same(module, region, tokens(2, 3, 8))
+    repeated(module, tokens(2, 3, 8))
     assert not runs
 
 
@@ -407,25 +381,17 @@ class Tied(nn.Module):
 
 
 def test_parameters_that_share_memory(runs):
-    torch.manual_seed(0)
-    module = Tied()
-    region = in_regions(module)
-    for _ in range(2):
-        same(module, region, tokens(3, 4))
+    repeated(Tied(), tokens(3, 4))
     assert runs == [True, False]
 
 
 @pytest.mark.parametrize("target", ["result", "input", "parameter"])
 def test_what_backward_needs_must_not_be_written(target):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
-
+    class Layer(Parts):
         def forward(self, x):
             return self.c(torch.tanh(self.b(torch.tanh(self.a(x))) * 2) * 3).sigmoid().view(-1, 2)
 
-    module = Layer()
+    module = Layer(a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.LayerNorm(4))
     region = in_regions(module)
     for kind in (module, region, region):
         x = tokens(2, 3, 4) * 1
@@ -455,22 +421,14 @@ def test_checkpointing(reentrant, device):
     found = []
     for kind in (module, region, region):
         torch.manual_seed(0)
-        found.append(
-            torch.autograd.grad(checkpoint(kind, x, use_reentrant=reentrant).sum(), x)[0] if not reentrant else None
-        )
-        if reentrant:
-            x.grad = None
-            checkpoint(kind, x, use_reentrant=True).sum().backward()
-            found[-1] = x.grad.clone()
+        x.grad = None
+        checkpoint(kind, x, use_reentrant=reentrant).sum().backward()
+        found.append(x.grad)
     assert torch.equal(found[1], found[0])
     assert torch.equal(found[2], found[0])
 
 
-class Turns(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qk = nn.Linear(16, 16)
-
+class Turns(Parts):
     def forward(self, x):
         angles = torch.arange(5 * 4, device=x.device, dtype=torch.float32).view(5, 4).repeat(1, 2)
         q, k = functional.rotary(*self.qk(x).unflatten(-1, (2, 8)).unbind(-2), angles.cos(), angles.sin())
@@ -480,7 +438,7 @@ class Turns(nn.Module):
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_first_call_of_an_op_is_recorded_as_later_ones(device, runs):
     """As a checkpoint has it recorded. The op plans its calls by running torch's on tensors without memory."""
-    module, x = Turns().to(device), tokens(device=device)
+    module, x = Turns(qk=nn.Linear(16, 16)).to(device), tokens(device=device)
     rotary.known_plan.cache_clear()
     same(in_regions(module), module, x)
     assert runs == [True]
@@ -504,9 +462,9 @@ def test_a_checkpoint_frees_what_a_region_is_given(frozen):
         assert memory[0].expired()
         (dx,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
         found.append((dx, torch.autograd.grad(dx.sin().sum(), x)[0]))
-    for own in found[1:]:
-        assert torch.equal(own[0], found[0][0])
-        torch.testing.assert_close(own[1], found[0][1])
+    for dx, second in found[1:]:
+        assert torch.equal(dx, found[0][0])
+        torch.testing.assert_close(second, found[0][1])
 
 
 def kept_by(call):
@@ -570,8 +528,7 @@ def test_gradients_that_are_not_asked_for(runs):
     region = recorded(module, x)
     for wanted in (lambda kind: [x], lambda kind: [kind.gamma], lambda kind: [kind.mlp[0].weight, x]):
         found = [torch.autograd.grad(kind(x).square().sum(), wanted(kind)) for kind in (module, region)]
-        for a, b in zip(*found, strict=True):
-            assert torch.equal(a, b)
+        torch.testing.assert_close(*found, rtol=0, atol=0)
     assert runs == [True, False, False, False]
 
 
@@ -585,8 +542,7 @@ def test_batched_gradients(transform, p):
         grad = functools.partial(torch.autograd.grad, kind(x), [x, kind.gamma], retain_graph=True)
         batched = functools.partial(grad, is_grads_batched=True) if transform == "autograd" else torch.func.vmap(grad)
         found.append(batched(dys))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*found)
 
 
 def test_forward_derivatives_of_a_backward():
@@ -598,9 +554,8 @@ def test_forward_derivatives_of_a_backward():
         out = kind(x)
         with forward_ad.dual_level():
             dx = torch.autograd.grad(out, x, forward_ad.make_dual(dy, tangent))[0]
-            found.append(forward_ad.unpack_dual(dx))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
+            found.append(tuple(forward_ad.unpack_dual(dx)))
+    torch.testing.assert_close(*found)
 
 
 class Counting(TorchDispatchMode):
@@ -675,7 +630,6 @@ def test_anomaly_mode_and_profiler(executor):
 
 
 def test_training_of_several_blocks():
-    torch.manual_seed(0)
     stock = nn.Sequential(*(Block() for _ in range(3)))
     blocks = nn.Sequential(*(in_regions(block) for block in stock))
     for model in (stock, blocks):
@@ -684,8 +638,7 @@ def test_training_of_several_blocks():
             optimizer.zero_grad()
             model(tokens()).square().mean().backward()
             optimizer.step()
-    for p, q in zip(stock.parameters(), blocks.parameters(), strict=True):
-        assert torch.equal(p, q)
+    torch.testing.assert_close([*blocks.parameters()], [*stock.parameters()], rtol=0, atol=0)
 
 
 def test_a_module_that_keeps_its_result_is_collected():
@@ -745,8 +698,7 @@ def test_compiled_autograd(compiler):
                 found.append(torch.autograd.grad(out.sum(), [x, *wanted]))
             with pytest.raises(RuntimeError, match="backward through the graph a second time"):
                 out.sum().backward()
-        for other in found[1:]:
-            torch.testing.assert_close(other, found[0])
+        torch.testing.assert_close(found[1:], [found[0]] * 3)
 
 
 @pytest.mark.parametrize("make", [Block, FlashBlock])
@@ -787,5 +739,4 @@ def test_activations_may_be_offloaded(runs):
         assert kept
         found.append((*first, *second))
     assert runs == [True, *[False] * 4]  # Under hooks a call that is recorded is a region, too.
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
+    torch.testing.assert_close(found[1:], [found[0]] * 2, rtol=0, atol=0)

@@ -18,6 +18,7 @@ from tests.patching.regions.blocks import (
     images,
     in_regions,
     recorded,
+    repeated,
     same,
     tokens,
 )
@@ -28,62 +29,28 @@ pytestmark = [
 ]
 
 
-def halve(block):
-    block.norm1.eps = 0.5
+CHANGES = {
+    "eps": lambda block: setattr(block.norm1, "eps", 0.5),
+    "frozen": lambda block: block.attn.requires_grad_(False),
+    "dtype": lambda block: block.double(),
+    "a child": lambda block: block.mlp.__setitem__(1, nn.Tanh()),
+    "a parameter": lambda block: setattr(block, "gamma", nn.Parameter(torch.ones(16))),
+    "a hook": lambda block: block.norm2.register_forward_hook(lambda module, args, out: out * 2),
+    "a backward hook": lambda block: block.attn.register_full_backward_hook(
+        lambda module, grads, dys: (grads[0] * 2, *grads[1:])
+    ),
+    "a number": lambda block: setattr(block, "index", 7),
+    "a dropout": lambda block: setattr(block.mlp[2], "p", 0.5),
+    "a forward": lambda block: setattr(block.attn, "forward", lambda x, mask=None: x * 2),
+    "a shared norm": lambda block: setattr(block, "norm2", block.norm1),
+}
 
 
-def freeze(block):
-    block.attn.requires_grad_(False)
-
-
-def widen(block):
-    block.double()
-
-
-def swap_child(block):
-    torch.manual_seed(9)
-    block.mlp[1] = nn.Tanh()
-
-
-def swap_parameter(block):
-    block.gamma = nn.Parameter(torch.ones(16))
-
-
-def hook(block):
-    block.norm2.register_forward_hook(lambda module, args, out: out * 2)
-
-
-def backward_hook(block):
-    block.attn.register_full_backward_hook(lambda module, grads, dys: (grads[0] * 2, *grads[1:]))
-
-
-def renumber(block):
-    block.index = 7
-
-
-def share(block):
-    block.norm2 = block.norm1
-
-
-def grow_dropout(block):
-    block.mlp[2].p = 0.5
-
-
-def own_forward(block):
-    block.attn.forward = lambda x, mask=None: x * 2
-
-
-@pytest.mark.parametrize(
-    "change",
-    [halve, freeze, widen, swap_child, swap_parameter, hook, backward_hook, renumber, grow_dropout, own_forward, share],
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen(change, runs):
-    torch.manual_seed(0)
-    module = Block()
-    region, x = in_regions(module), tokens()
-    for _ in range(2):
-        same(module, region, x)
-    change(module), change(region)
+    module, x = Block(), tokens()
+    region = repeated(module, x)
+    CHANGES[change](module), CHANGES[change](region)
     x = x.detach().to(module.gamma.dtype).requires_grad_()
     for _ in range(2):
         same(module, region, x)
@@ -109,7 +76,6 @@ class Optional(nn.Module):
 @pytest.mark.parametrize("order", [1, -1])
 def test_layers_that_are_missing_from_a_list(order, runs):
     """A region that had been recorded for a module without a layer ran for one that has it."""
-    torch.manual_seed(0)
     known, x = {}, tokens(2, 3, 8)
     for there in [(False, False), (True, False), (True, True)][::order]:
         module = Optional(*there)
@@ -125,10 +91,8 @@ def test_layers_that_are_missing_from_a_list(order, runs):
 )
 def test_a_number_of_numpy_that_changes(name, value, runs):
     """Those of integers and of float32 are no Python numbers: a region kept what it had seen."""
-    module = Idioms()
-    region, x = in_regions(module), tokens(2, 3, 8)
-    for _ in range(2):
-        same(module, region, x)
+    module, x = Idioms(), tokens(2, 3, 8)
+    region = repeated(module, x)
     for each in (module, region):
         setattr(each, name, value)
     for _ in range(2):
@@ -146,10 +110,8 @@ def test_a_number_of_numpy_that_changes(name, value, runs):
     ],
 )
 def test_a_replaced_function_is_called(owner, name, value, monkeypatch):
-    module = Block()
-    region, x = in_regions(module), tokens()
-    for _ in range(2):
-        same(module, region, x)
+    module, x = Block(), tokens()
+    region = repeated(module, x)
     monkeypatch.setattr(owner, name, value)
     for _ in range(2):
         same(module, region, x)

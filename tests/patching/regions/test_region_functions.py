@@ -21,8 +21,7 @@ def test_a_wrapper_gets_what_it_is_given(given, ran):
     patched = patched_as(stock)
     assert ran
     with patch.object(Settings, "scale", 9.0):
-        for _ in range(4):
-            agree(stock, patched)
+        agree(stock, patched, calls=4)
 
 
 FUNCTIONS_OF_AUTOGRAD = {
@@ -41,11 +40,9 @@ def test_an_autograd_function_is_followed_forward_and_backward(result, ran):
     agree(stock, patched)
     for cls, name in FUNCTIONS_OF_AUTOGRAD[result]:
         with patch.object(cls, name, staticmethod(tripled(getattr(cls, name)))):
-            for _ in range(4):
-                agree(stock, patched)
+            agree(stock, patched, calls=4)
     with patch.object(Settings, "scale", 9.0):
-        for _ in range(4):
-            agree(stock, patched)
+        agree(stock, patched, calls=4)
     agree(stock, patched)
 
 
@@ -76,8 +73,7 @@ def test_an_autograd_function_under_autocast(autocast, ran):
     stock = made("UnderAutocast.apply(F.gelu(x), x.detach().mT).float()")
     patched = patched_as(stock)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        for _ in range(4):
-            agree(stock, patched)
+        agree(stock, patched, calls=4)
     assert ran
 
 

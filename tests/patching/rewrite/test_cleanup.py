@@ -11,6 +11,7 @@ from torch import nn
 
 from fastlayers.patching import patch_model, verify_patch
 from tests.patching.harness import fused, same, tensors
+from tests.patching.runtime.folding import NormAct
 
 
 def source(module):
@@ -66,42 +67,6 @@ def test_a_layer_put_in_place_of_one_that_was_left_out_is_called(build):
 
 
 # -- batches that a norm counts ----------------------------------------------------------------------------------------
-
-
-class NormAct(nn.BatchNorm2d):
-    """As timm writes it."""
-
-    def __init__(self, channels, **options):
-        super().__init__(channels, **options)
-        self.act = nn.ReLU()
-
-    def forward(self, x):
-        torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
-        if self.momentum is None:
-            factor = 0.0
-        else:
-            factor = self.momentum
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                factor = 1.0 / float(self.num_batches_tracked)
-            else:
-                factor = self.momentum
-        if self.training:
-            by_batch = True
-        else:
-            by_batch = (self.running_mean is None) and (self.running_var is None)
-        x = F.batch_norm(
-            x,
-            self.running_mean if not self.training or self.track_running_stats else None,
-            self.running_var if not self.training or self.track_running_stats else None,
-            self.weight,
-            self.bias,
-            by_batch,
-            factor,
-            self.eps,
-        )
-        return self.act(x)
 
 
 class ReadsTheCount(NormAct):

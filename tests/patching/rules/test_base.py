@@ -22,6 +22,7 @@ from fastlayers.patching import (
     unpatch_model,
     verify_patch,
 )
+from tests.patching.harness import written
 
 
 def hinge(x, margin):
@@ -55,15 +56,8 @@ class Net(nn.Module):
         return (1.0 - x).clamp(min=0)
 
 
-class Kept(Net):
-    def forward(self, x):
-        difference = torch.sub(1.0, self.fc(x))
-        return torch.clamp(difference, min=0), difference
-
-
-class Learned(Net):
-    def forward(self, x):
-        return torch.clamp(torch.sub(self.fc.weight[0], self.fc(x)), min=0)
+def net(body):
+    return written(Net, body, globals())()
 
 
 def test_graph_rule():
@@ -79,10 +73,13 @@ def test_graph_rule():
 
 def test_a_match_is_checked_like_those_of_fastlayers():
     with register_rule(HINGE):
-        report = plan_patch(Kept())
+        report = plan_patch(
+            net("difference = torch.sub(1.0, self.fc(x))\nreturn torch.clamp(difference, min=0), difference")
+        )
         assert not report.counts()
         assert report[""].reason is Reason.USED_ELSEWHERE
-        assert plan_patch(Learned())[""].reason is Reason.TENSOR_SCALE
+        learned = net("return torch.clamp(torch.sub(self.fc.weight[0], self.fc(x)), min=0)")
+        assert plan_patch(learned)[""].reason is Reason.TENSOR_SCALE
         hooked = Net()
         hooked.fc.register_forward_hook(lambda *args: None)
         assert plan_patch(hooked).counts() == {"hinge": 1}  # the linear layer is not part of it

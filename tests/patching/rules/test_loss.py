@@ -12,7 +12,7 @@ from torch import nn
 
 from fastlayers import modules
 from fastlayers.patching import patch_model, unpatch_model, verify_patch
-from tests.patching.harness import counts
+from tests.patching.harness import counts, written
 
 # -- layers -----------------------------------------------------------------------------------------------------------
 
@@ -51,25 +51,20 @@ class Classifier(nn.Module):
         self.register_buffer("class_weight", torch.rand(5) + 0.5)
 
 
-class Function(Classifier):
-    def forward(self, x, target):
-        return F.cross_entropy(self.fc(x), target, self.class_weight, ignore_index=1, label_smoothing=0.1)
+def classifier(body):
+    return written(Classifier, body, globals(), "x, target")()
 
 
-class Nll(Classifier):
-    def forward(self, x, target):
-        return F.nll_loss(F.log_softmax(self.fc(x), dim=1), target, weight=self.class_weight, reduction="sum")
+FUNCTIONS = [
+    ("cross_entropy", "F.cross_entropy(self.fc(x), target, self.class_weight, ignore_index=1, label_smoothing=0.1)"),
+    ("nll_loss", "F.nll_loss(F.log_softmax(self.fc(x), dim=1), target, weight=self.class_weight, reduction='sum')"),
+    ("nll_loss", "F.nll_loss(self.fc(x).log_softmax(-1), target)"),
+]
 
 
-class NllLast(Classifier):
-    def forward(self, x, target):
-        return F.nll_loss(self.fc(x).log_softmax(-1), target)
-
-
-@pytest.mark.parametrize("cls", [Function, Nll, NllLast])
-def test_functions_in_a_forward(cls):
-    model = cls()
-    rule = "cross_entropy" if cls is Function else "nll_loss"
+@pytest.mark.parametrize(("rule", "loss"), FUNCTIONS)
+def test_functions_in_a_forward(rule, loss):
+    model = classifier(f"return {loss}")
     assert counts(model) == {rule: 1, "Linear": 1}
     report = verify_patch(model, torch.randn(6, 8), torch.tensor([0, 1, 2, 3, 4, 0]))
     assert report, report
@@ -102,9 +97,5 @@ def test_nll_loss_of_probabilities_stays_an_error():
 
 
 def test_log_probabilities_that_are_used_elsewhere():
-    class Both(Classifier):
-        def forward(self, x, target):
-            logs = F.log_softmax(self.fc(x), dim=1)
-            return logs, F.nll_loss(logs, target)
-
-    assert "nll_loss" not in counts(Both())
+    both = classifier("logs = F.log_softmax(self.fc(x), dim=1)\nreturn logs, F.nll_loss(logs, target)")
+    assert "nll_loss" not in counts(both)

@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 from fastlayers import patch_model, patch_report, unpatch_model, verify_patch
 from fastlayers.ops import head
 from fastlayers.patching import Reason
+from tests.patching.harness import written
+from tests.patching.networks import Parts
 
 CLASSES = 1100
 
@@ -51,17 +53,6 @@ class ByShape(GPT):
         return loss
 
 
-class ByLastSize(GPT):
-    def forward(self, tokens, targets):
-        logits = self.head(self.hidden(tokens))
-        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction="sum")
-
-
-class WithNumber(GPT):
-    def forward(self, tokens, targets):
-        return F.cross_entropy(self.head(self.hidden(tokens)).view(-1, 1100), targets.view(-1))
-
-
 class Flattened(GPT):
     def forward(self, tokens, targets):
         assert tokens.size(1) <= self.block_size, "too long"  # cannot be recorded as a whole
@@ -69,22 +60,6 @@ class Flattened(GPT):
         logits = self.head(x)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
         return loss
-
-
-class ClassesSecond(GPT):
-    def forward(self, tokens, targets):
-        return F.cross_entropy(self.head(self.hidden(tokens)).transpose(1, 2), targets, reduction="none")
-
-
-class Rows(GPT):
-    def forward(self, tokens, targets):
-        return F.cross_entropy(self.head(self.hidden(tokens.flatten())), targets.flatten())
-
-
-class AsFunction(GPT):
-    def forward(self, tokens, targets):
-        logits = F.linear(self.hidden(tokens), self.embedding.weight)
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
 
 class LossOrLogits(GPT):
@@ -95,9 +70,29 @@ class LossOrLogits(GPT):
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
 
-SPELLINGS = [
-    ByRows, ByShape, ByLastSize, WithNumber, Flattened, ClassesSecond, Rows, AsFunction, LossOrLogits
-]  # fmt: skip
+def spelled(body):
+    return written(GPT, f"logits = self.head(self.hidden(tokens))\n{body}", globals(), "tokens, targets")
+
+
+SPELLINGS = {
+    "by rows": ByRows,
+    "by shape": ByShape,
+    "flattened": Flattened,
+    "loss or logits": LossOrLogits,
+    "by the last size": spelled(
+        "return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction='sum')"
+    ),
+    "with a number": spelled("return F.cross_entropy(logits.view(-1, 1100), targets.view(-1))"),
+    "classes second": spelled("return F.cross_entropy(logits.transpose(1, 2), targets, reduction='none')"),
+    "rows": written(
+        GPT, "return F.cross_entropy(self.head(self.hidden(tokens.flatten())), targets.flatten())", globals(),
+        "tokens, targets",
+    ),
+    "a function": written(
+        GPT, "x = F.linear(self.hidden(tokens), self.embedding.weight)\n"
+        "return F.cross_entropy(x.view(-1, x.size(-1)), targets.view(-1))", globals(), "tokens, targets",
+    ),
+}  # fmt: skip
 
 
 class Largest(TorchDispatchMode):
@@ -124,19 +119,19 @@ def texts(rows=2, length=16):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("model", SPELLINGS)
-def test_loss_and_gradients_are_those_of_the_unpatched_model(model, bias):
-    net = patch_model(model(bias))
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_loss_and_gradients_are_those_of_the_unpatched_model(name, bias):
+    net = patch_model(SPELLINGS[name](bias))
     assert patch_report(net).counts()["linear_cross_entropy"] == 1
     assert verify_patch(net, *texts())
     assert "forward" in vars(type(net))
     unpatch_model(net)
-    assert type(net) is model
+    assert type(net) is SPELLINGS[name]
 
 
-@pytest.mark.parametrize("model", SPELLINGS)
-def test_logits_are_never_whole(model):
-    stock = model()
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_logits_are_never_whole(name):
+    stock = SPELLINGS[name]()
     net = patch_model(copy.deepcopy(stock))
     given, seen = texts(16, 256), []
     for candidate in (stock, net):
@@ -189,12 +184,6 @@ class Returned(GPT):
         return logits, loss
 
 
-class ReturnedRows(GPT):
-    def forward(self, tokens, targets):
-        logits = self.head(self.hidden(tokens)).view(-1, 1100)
-        return logits, F.cross_entropy(logits, targets.view(-1))
-
-
 class Counted(GPT):
     def forward(self, tokens, targets):
         logits = self.head(self.hidden(tokens))
@@ -202,22 +191,25 @@ class Counted(GPT):
         return loss, (logits.argmax(-1) == targets).sum()
 
 
-class SizeReturned(GPT):
-    def forward(self, tokens, targets):
-        logits = self.head(self.hidden(tokens))
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1)), logits.size(0)
+USED_OTHERWISE = {
+    "returned": Returned,
+    "counted": Counted,
+    "rows returned": spelled("x = logits.view(-1, 1100)\nreturn x, F.cross_entropy(x, targets.view(-1))"),
+    "size returned": spelled(
+        "return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1)), logits.size(0)"
+    ),
+}
 
 
-@pytest.mark.parametrize("model", [Returned, ReturnedRows, Counted, SizeReturned])
-def test_logits_that_are_used_otherwise_are_computed(model):
+@pytest.mark.parametrize("name", USED_OTHERWISE)
+def test_logits_that_are_used_otherwise_are_computed(name):
     """Where a forward returns its logits they are there, with their gradient, and the report says why."""
-    stock = model()
+    stock = USED_OTHERWISE[name]()
     net = patch_model(copy.deepcopy(stock))
     report = patch_report(net)
     assert "linear_cross_entropy" not in report.counts()
-    assert Reason.LOGITS_USED in [reason for reason, _ in report[""].left] or model is ReturnedRows
-    for expected, found in zip(stock(*texts()), net(*texts()), strict=True):
-        torch.testing.assert_close(found, expected)
+    assert Reason.LOGITS_USED in [reason for reason, _ in report[""].left] or name == "rows returned"
+    torch.testing.assert_close(net(*texts()), stock(*texts()))
     assert verify_patch(net, *texts())
 
 
@@ -236,47 +228,24 @@ def test_another_head_is_called():
     torch.testing.assert_close(net(*texts()), expected)
 
 
-class OtherColumns(GPT):
-    def forward(self, tokens, targets, columns: int = 550):
-        return F.cross_entropy(self.head(self.hidden(tokens)).view(-1, columns), targets)
-
-
-def test_rows_of_other_lengths_than_the_head_gives():
-    net = patch_model(OtherColumns())
-    tokens = texts()[0]
-    assert verify_patch(net, tokens, torch.randint(550, (64,)))
-
-
-def test_probabilities_as_targets():
-    class OfRows(GPT):
-        def forward(self, tokens, targets):
-            return F.cross_entropy(self.head(self.hidden(tokens)).flatten(0, 1), targets)
-
-    net = patch_model(OfRows())
-    assert verify_patch(net, texts()[0], torch.rand(32, CLASSES).softmax(-1))
-
-
-class ThreeDimensions(GPT):
-    """The classes of cross_entropy are the second dimension: here, the tokens."""
-
-    def forward(self, tokens, targets):
-        return F.cross_entropy(self.head(self.hidden(tokens)), targets)
-
-
-def test_classes_that_are_not_those_of_the_head():
-    net = patch_model(ThreeDimensions())
-    assert verify_patch(net, texts()[0], torch.randint(16, (2, CLASSES)))
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [
+        ("F.cross_entropy(logits.view(-1, 550), targets)", torch.randint(550, (64,))),  # rows of another length
+        ("F.cross_entropy(logits.flatten(0, 1), targets)", torch.rand(32, CLASSES).softmax(-1)),  # probabilities
+        ("F.cross_entropy(logits, targets)", torch.randint(16, (2, CLASSES))),  # the classes are the tokens
+    ],
+)
+def test_classes_that_are_not_those_of_the_head(loss, targets):
+    net = patch_model(spelled(f"return {loss}")())
+    assert verify_patch(net, texts()[0], targets)
 
 
 def test_few_classes_are_no_vocabulary():
-    class Classifier(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(16, 10)
-
+    class Classifier(Parts):
         def forward(self, x, targets):
             logits = self.head(x)
             return logits, F.cross_entropy(logits, targets)
 
-    net = patch_model(Classifier(), strict=True)
+    net = patch_model(Classifier(head=nn.Linear(16, 10)), strict=True)
     assert patch_report(net).counts()["cross_entropy"] == 1

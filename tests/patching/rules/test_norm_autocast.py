@@ -57,9 +57,7 @@ def narrows(module, *inputs):
         module.train(training), patched.train(training)
         expected, before = run(module, inputs, autocast)
         actual, after = run(patched, inputs, autocast)
-        for a, b in zip(expected, actual, strict=True):
-            assert (a is None) == (b is None)
-            assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
         assert before in (None, torch.float32)
         assert autocast or after == before
     return after == torch.bfloat16
@@ -199,13 +197,13 @@ class Spy(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_blocks_of_one_kind_share_a_class():
-    blocks = patch_model(nn.Sequential(Block(), Block()))
-    assert type(blocks[0]) is type(blocks[1])
-
-
 class Subclass(nn.Parameter):
     pass
+
+
+class Handing(nn.Module):
+    def forward(self, x, mask=None, causal=False):
+        return x
 
 
 def lora(block):
@@ -245,13 +243,7 @@ def test_what_changes_after_patching(change):
     change(block), change(patched)
     (expected, _), (actual, dtype) = run(block, inputs), run(patched, inputs)
     assert dtype == torch.float32
-    for a, b in zip(expected, actual, strict=True):
-        assert torch.equal(a, b)
-
-
-class Handing(nn.Module):
-    def forward(self, x, mask=None, causal=False):
-        return x
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_a_child_that_is_gone():
@@ -259,8 +251,7 @@ def test_a_child_that_is_gone():
     block, inputs = Block(), tensors((2, 5, 8))
     patched = patch_model(copy.deepcopy(block))
     block.attn, patched.attn = Handing(), Handing()
-    for a, b in zip(run(block, inputs)[0], run(patched, inputs)[0], strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(run(patched, inputs)[0], run(block, inputs)[0], rtol=0, atol=0)
 
 
 def test_a_child_that_does_more():
@@ -338,6 +329,4 @@ def test_the_layout_of_a_sum_of_two_dtypes(build, norm, dtypes, turned):
     )
     expected = block(x, y)
     patch_model(block)
-    for ours, its in zip(block(x, y), expected, strict=True):
-        assert ours.stride() == its.stride()
-        torch.testing.assert_close(ours, its)
+    torch.testing.assert_close(block(x, y), expected, check_stride=True)

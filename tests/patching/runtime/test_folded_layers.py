@@ -28,6 +28,8 @@ from fastlayers.patching import (
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.runtime import folded_layers
 from tests.harness import assert_no_worse
+from tests.patching.harness import written
+from tests.patching.networks import Parts
 from tests.patching.runtime.folding import LAYERS, Block, Net, NormAct, image, infer, state, warmed
 
 
@@ -79,7 +81,6 @@ def test_with_patches_both_ways(net):
 @pytest.mark.parametrize(("make", "norm", "shape"), LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_every_layer(make, norm, shape, dtype):
-    torch.manual_seed(0)
     x = torch.randn(shape)
     model = warmed(nn.Sequential(make(), copy.deepcopy(norm)), x).to(dtype)
     x = x.to(dtype)
@@ -230,15 +231,11 @@ def test_memory_is_given_back():
 def test_shared_layers_are_right_too():
     """Nothing is overwritten, so one convolution may fold into several norms."""
 
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.a, self.b = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
-
+    class Shared(Parts):
         def forward(self, x):
             return self.b(self.conv(self.a(self.conv(x))))
 
-    model = warmed(Shared(), image())
+    model = warmed(Shared(conv=nn.Conv2d(3, 3, 1), a=nn.BatchNorm2d(3), b=nn.BatchNorm2d(3)), image())
     expected = infer(model, image())
     assert plan_fold(model).counts() == {"fold_batch_norm": 2}
     torch.testing.assert_close(infer(fold_batch_norm(model), image()), expected)
@@ -291,47 +288,23 @@ def test_a_norm_with_an_activation(act_net, steps):
     assert [type(module) for module in act_net.modules()] == [type(module) for module in plain.modules()]
 
 
-class Scaled(NormAct):
-    def forward(self, x):
-        return super().forward(x * 2)
+NORM = "F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.1, self.eps)"
 
 
-class OtherEps(NormAct):
-    def forward(self, x):
-        return self.act(F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.1, 1e-2))
-
-
-class OtherWeight(NormAct):
-    def forward(self, x):
-        return self.act(
-            F.batch_norm(x, self.running_mean, self.running_var, self.bias, self.weight, False, 0.1, self.eps)
-        )
-
-
-class OfItsBatch(NormAct):
-    def forward(self, x):
-        return self.act(
-            F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True, 0.0, self.eps)
-        )
-
-
-class UsedAgain(NormAct):
-    def forward(self, x):
-        y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.1, self.eps)
-        return self.act(y) * y
-
-
-class AboutSizes(NormAct):
-    def forward(self, x):
-        torch._assert(x.shape[-1] == 3, "three columns")
-        return self.act(
-            F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.1, self.eps)
-        )
-
-
-@pytest.mark.parametrize("norm", [Scaled, OtherEps, OtherWeight, OfItsBatch, UsedAgain, AboutSizes])
-def test_norms_that_do_something_else(norm):
-    assert not plan_fold(pair(norm=norm(4))).patched
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return super().forward(x * 2)",
+        f"return self.act({NORM.replace('self.eps', '1e-2')})",
+        f"return self.act({NORM.replace('self.weight, self.bias', 'self.bias, self.weight')})",
+        f"return self.act({NORM.replace('False, 0.1', 'True, 0.0')})",  # the statistics of its batch
+        f"y = {NORM}\nreturn self.act(y) * y",
+        f"torch._assert(x.shape[-1] == 3, 'three columns')\nreturn self.act({NORM})",
+    ],
+)
+def test_norms_that_do_something_else(body):
+    norms = [written(NormAct, text, globals())(4) for text in (f"return self.act({NORM})", body)]
+    assert [bool(plan_fold(pair(norm=norm)).patched) for norm in norms] == [True, False]
 
 
 # -- what is left alone ------------------------------------------------------------------------------------------------

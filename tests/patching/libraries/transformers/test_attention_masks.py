@@ -15,18 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlayers.patching import patch_model, plan_patch, unpatch_model
 from fastlayers.patching.libraries.transformers import attention_masks as masks
+from tests.patching.libraries.losses import SMALL, VOCABULARY, twins
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.masking_utils")
 if masks.loaded_library() is None:
     pytest.skip("transformers has no such masks", allow_module_level=True)
 
-VOCABULARY, LENGTH = 61, 9
-SMALL = {
-    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
-    **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-}
+LENGTH = 9
 GPT = {
     **{"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2},
     **{"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
@@ -106,9 +102,7 @@ def test_models_compiled(family):
 @pytest.mark.parametrize("given", ["padding", "no padding", "packed", "counted"])
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "GPT2"])
 def test_what_needs_a_mask_has_it(family, given):
-    model = base_model(family, use_cache=False)
-    twin = copy.deepcopy(model)
-    patch_model(model)
+    model, twin = twins(base_model(family, use_cache=False))
     padding = torch.ones(2, LENGTH, dtype=torch.long)
     padding[1, :3] = given == "no padding"
     packed = torch.arange(LENGTH) % 4
@@ -129,9 +123,7 @@ def test_bert_with_padding():
 
 def test_a_cache():
     """Empty, it is as if there were none; filled, whatever transformers does."""
-    model = base_model()
-    twin = copy.deepcopy(model)
-    patch_model(model)
+    model, twin = twins(base_model())
     found, ids = [], batch()["input_ids"]
     run = compiled(model, found)
     with torch.no_grad():
@@ -165,8 +157,7 @@ def test_a_head_and_its_loss():
     torch.testing.assert_close(loss, expected)
     loss.backward()
     expected.backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
     assert found == [False]
 
 
@@ -305,28 +296,26 @@ def test_another_function_of_the_library_is_called():
     assert masks.attention_mask(library, lambda *args, **kwargs: (args, kwargs), None, 1, a=2) == ((1,), {"a": 2})
 
 
-def test_a_mask_function_that_was_registered():
+def own_mask():
+    mask = torch.zeros(2, 1, LENGTH, LENGTH, dtype=torch.bool)
+    mask[..., 0] = True
+    return lambda *args, **kwargs: mask
+
+
+def test_a_mask_function_that_was_registered(monkeypatch):
     from transformers import AttentionMaskInterface
 
-    model = patch_model(base_model(use_cache=False))
-    own = torch.zeros(2, 1, LENGTH, LENGTH, dtype=torch.bool)
-    own[..., 0] = True
-    former = AttentionMaskInterface._global_mapping["sdpa"]
-    AttentionMaskInterface.register("sdpa", lambda *args, **kwargs: own)
-    try:
-        assert_masks(model, unpatch_model(copy.deepcopy(model)), True, **batch())
-    finally:
-        AttentionMaskInterface.register("sdpa", former)
+    model, twin = twins(base_model(use_cache=False))
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", own_mask())
+    assert_masks(model, twin, True, **batch())
 
 
 def test_a_function_that_was_replaced_in_the_module(monkeypatch):
     from transformers.models.llama import modeling_llama
 
-    model = patch_model(base_model(use_cache=False))
-    own = torch.zeros(2, 1, LENGTH, LENGTH, dtype=torch.bool)
-    own[..., 0] = True
-    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **kwargs: own)
-    assert_masks(model, unpatch_model(copy.deepcopy(model)), True, **batch())
+    model, twin = twins(base_model(use_cache=False))
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", own_mask())
+    assert_masks(model, twin, True, **batch())
 
 
 # -- reading a method -------------------------------------------------------------------------------------------------

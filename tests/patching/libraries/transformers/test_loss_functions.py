@@ -18,7 +18,16 @@ from fastlayers.patching.libraries.transformers import deferred_logits
 from fastlayers.patching.reasons import PatchWarning
 from fastlayers.patching.regions.results import Taken, put_together, take_apart
 from tests.harness import assert_no_worse, needs_gpu
-from tests.patching.libraries.losses import CAUSAL, VOCABULARY, assert_same_step, batch, causal_model, hook, is_lazy
+from tests.patching.libraries.losses import (
+    CAUSAL,
+    VOCABULARY,
+    assert_same_step,
+    batch,
+    causal_model,
+    hook,
+    is_lazy,
+    twins,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -41,17 +50,14 @@ def test_causal_models(family, dtype, chunked):
 def test_softcap_and_scale_are_honoured(chunked):
     """With the config's numbers changed after patching: they are read on every call."""
     for family, options in (("Gemma2", {"final_logit_softcapping": 0.05}), ("Granite", {"logits_scaling": 50.0})):
-        model = causal_model(family)
-        twin = copy.deepcopy(model)
-        patch_model(model)
+        model, twin = twins(causal_model(family))
         before = model(**batch()).loss
         for name, value in options.items():
             setattr(model.config, name, value)
             setattr(twin.config, name, value)
         assert abs(assert_same_step(model, twin).loss - before) > 1e-2
-    model = causal_model("Gemma2", final_logit_softcapping=None)
-    twin = copy.deepcopy(model)
-    assert_same_step(patch_model(model), twin)
+    model, twin = twins(causal_model("Gemma2", final_logit_softcapping=None))
+    assert_same_step(model, twin)
 
 
 def test_a_scale_that_is_no_number_computes_the_logits():
@@ -81,9 +87,8 @@ def test_when_the_logits_are_computed_with_the_loss(monkeypatch):
 def test_few_logits_are_computed_with_the_loss(monkeypatch):
     """Their loss is not chunked, and would compute them anyway."""
     monkeypatch.setattr(deferred_logits, "is_large", head.is_large)
-    model = causal_model()
-    twin = copy.deepcopy(model)
-    assert type(assert_same_step(patch_model(model), twin).logits) is torch.Tensor
+    model, twin = twins(causal_model())
+    assert type(assert_same_step(model, twin).logits) is torch.Tensor
 
 
 USES = {
@@ -106,9 +111,7 @@ USES = {
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "Granite"])
 def test_logits_that_are_used_after_the_loss(family, training, chunked):
-    model = causal_model(family).train(training)
-    twin = copy.deepcopy(model)
-    patch_model(model)
+    model, twin = twins(causal_model(family).train(training))
     for name, use in USES.items():
         logits, expected = model(**batch()).logits, twin(**batch()).logits
         assert (logits.shape, logits.dtype, logits.device) == (expected.shape, expected.dtype, expected.device)
@@ -136,9 +139,7 @@ def test_gradients_of_logits_that_are_used_after_the_loss(family):
             return ctx.saved_tensors[0] * dy * 2
 
     # Gemma2 of transformers before 5.24 takes attention of torch, whose backward on a CPU has no derivative.
-    model = causal_model(family, attn_implementation="eager")
-    twin = copy.deepcopy(model)
-    patch_model(model)
+    model, twin = twins(causal_model(family, attn_implementation="eager"))
     losses = [
         lambda output: output.logits.float().logsumexp(-1).pow(2).mean(),
         lambda output: output.loss + Squares.apply(output.logits).mean(),
@@ -159,9 +160,7 @@ def test_gradients_of_logits_that_are_used_after_the_loss(family):
 
 
 def test_logits_under_autocast_are_those_of_the_forward():
-    model = causal_model()
-    twin = copy.deepcopy(model)
-    patch_model(model)
+    model, twin = twins(causal_model())
     with torch.autocast("cpu", torch.bfloat16):
         inside, expected = model(**batch()), twin(**batch())
         with pytest.warns(PatchWarning, match="used; if most steps use them, patch_model.model, exclude='lm_head'."):
@@ -277,9 +276,7 @@ def test_logits_that_cannot_be_computed_any_more():
 @pytest.mark.parametrize("family", ["Llama", "Bloom"])
 def test_a_tuple_keeps_the_logits(family):
     """None would be missing from it, and everything after it would move."""
-    model = causal_model(family)
-    twin = copy.deepcopy(model)
-    patch_model(model)
+    model, twin = twins(causal_model(family))
     outputs, expected = (m(**batch(), return_dict=False)[:2] for m in (model, twin))
     torch.testing.assert_close(outputs, expected)
 
@@ -294,9 +291,8 @@ def test_a_tuple_keeps_the_logits(family):
     ],
 )
 def test_options_of_the_loss(options, chunked):
-    model = causal_model()
-    twin = copy.deepcopy(model)
-    assert is_lazy(assert_same_step(patch_model(model), twin, **options).logits)
+    model, twin = twins(causal_model())
+    assert is_lazy(assert_same_step(model, twin, **options).logits)
     inputs = {**batch(), **options}
     torch.testing.assert_close(model.eval()(**inputs).loss, twin.eval()(**inputs).loss)
 
@@ -312,9 +308,7 @@ def test_bias_and_tied_weights(chunked):
 
 
 def test_autocast(chunked):
-    model = causal_model()
-    twin = copy.deepcopy(model)
-    patch_model(model)
+    model, twin = twins(causal_model())
     with torch.autocast("cpu", torch.bfloat16):
         report = verify_patch(model, **batch())
         assert report, report
@@ -365,9 +359,7 @@ def test_a_head_with_a_hook_is_left_alone():
 
 
 def test_a_hook_that_comes_later_runs():
-    model = causal_model()
-    twin = copy.deepcopy(model)
-    patch_model(model)
+    model, twin = twins(causal_model())
     for each in (model, twin):
         each.lm_head.register_forward_hook(hook)
     assert not is_lazy(assert_same_step(model, twin).logits)
@@ -577,9 +569,7 @@ def test_save_pretrained(tmp_path):
 
 
 def test_compiled(chunked):
-    model = causal_model()
-    twin = copy.deepcopy(model)
-    patch_model(model)
+    model, twin = twins(causal_model())
     assert torch.compile(model, backend="aot_eager", fullgraph=True)(**batch()).logits is None
 
     def answer(model, call):

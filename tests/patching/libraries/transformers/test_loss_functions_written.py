@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastlayers.patching import patch_model, patch_report, plan_patch, unpatch_model, verify_patch
-from tests.patching.libraries.losses import SMALL, assert_same_step, batch, causal_model, hook, is_lazy
+from tests.patching.libraries.losses import SMALL, assert_same_step, batch, causal_model, hook, is_lazy, twins
 
 # -- transformers: losses that a forward writes ----------------------------------------------------------------------
 
@@ -214,8 +214,7 @@ ASKS = {
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "Granite"])
 @pytest.mark.filterwarnings("ignore:a loss was computed")
 def test_the_loss_depends_on_its_logits(family, ask):
-    stock = causal_model(family).double()
-    ours = patch_model(copy.deepcopy(stock))
+    ours, stock = twins(causal_model(family).double())
     found, expected = (gradients_after(m, ASKS[ask], output_hidden_states=True) for m in (ours, stock))
     torch.testing.assert_close(found, expected)
 
@@ -247,8 +246,7 @@ WRITES = {
 @pytest.mark.filterwarnings("ignore:a loss was computed")
 def test_logits_after_a_write(write, mode):
     """They are those of the forward, or an error says how to have them."""
-    stock = causal_model().train(mode == "train")
-    ours = patch_model(copy.deepcopy(stock))
+    ours, stock = twins(causal_model().train(mode == "train"))
     context = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(mode, torch.enable_grad)
     found = []
     for model in (stock, ours):
