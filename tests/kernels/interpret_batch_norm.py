@@ -1,55 +1,32 @@
 """The Triton kernels of BatchNorm in the interpreter, against float64."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
-import triton
+import torch.nn.functional as F
 
 from fastlayers.kernels import batch_norm, image_geometry
 from fastlayers.kernels.batch_norm import batch_norm_backward, batch_norm_eval, batch_norm_train, channel_bias_act_
+from tests.kernels.interpreted import (
+    ACTIVATIONS,
+    DTYPES,
+    INF,
+    NAN,
+    assert_near,
+    gradients,
+    in_memory,
+    last,
+    layout_of,
+    leaf,
+    tolerances,
+    unpack,
+)
 
-if not triton.knobs.runtime.interpret:
-    pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
-
-F = torch.nn.functional
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-#: Of the largest result. The interpreter truncates float32 to bfloat16 where a GPU rounds: twice its epsilon.
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-13}
+assert_close = partial(assert_near, tolerances(3e-6, 2e-3, 1.6e-2, 1e-13))
 EPS, MOMENTUM = 1e-3, 0.2
-#: By code.
-ACTIVATIONS = [
-    lambda z: z,
-    F.relu,
-    F.silu,
-    F.gelu,
-    lambda z: F.gelu(z, approximate="tanh"),
-    F.hardswish,
-    F.relu6,
-    lambda z: F.leaky_relu(z, 0.01),
-]
 RELU, SILU = 1, 2
-
-
-def assert_close(actual, expected, dtype, magnitude=0.0, of=None):
-    """Within the tolerance (``of`` a dtype) of the largest result or, where terms cancel, of their ``magnitude``."""
-    assert actual.dtype == dtype
-    assert actual.shape == expected.shape
-    atol = TOLERANCE[of or dtype] * max(magnitude, expected.abs().max().item())
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
-
-
-def layout_of(t):
-    """Strides of the dimensions that have more than one element; those of others mean nothing."""
-    return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
-
-
-def in_memory(t):
-    return t.as_strided((t.numel(),), (1,))
-
-
-def unpack(bits, n):
-    return (bits[:, None] >> torch.arange(8) & 1).flatten()[:n].bool()
 
 
 def check(x, act=0, residual=None, parameters=None, running=None, training=True, bits=False, dy=None):
@@ -61,7 +38,7 @@ def check(x, act=0, residual=None, parameters=None, running=None, training=True,
         weight, bias = torch.randn(channels).to(parameters), torch.randn(channels).to(parameters)
     if running is not None:
         mean, var = torch.randn(channels).to(running), (torch.rand(channels) + 0.5).to(running)
-    leaves = [None if t is None else t.double().requires_grad_() for t in (x, residual, weight, bias)]
+    leaves = [leaf(t) for t in (x, residual, weight, bias)]
     exact_mean, exact_var = (None if t is None else t.double() for t in (mean, var))
     z = F.batch_norm(leaves[0], exact_mean, exact_var, leaves[2], leaves[3], training, MOMENTUM, EPS)
     z = z if residual is None else z + leaves[1]
@@ -101,9 +78,7 @@ def check(x, act=0, residual=None, parameters=None, running=None, training=True,
         passes = torch.empty_like(y, dtype=torch.float64)
         in_memory(passes).copy_(unpack(packed, x.numel()))
         expected = z * passes
-    wanted = [leaf for leaf in leaves if leaf is not None]
-    gradients = dict(zip(map(id, wanted), torch.autograd.grad(expected, wanted, dy.double()), strict=True))
-    exact = [None if leaf is None else gradients[id(leaf)] for leaf in leaves]
+    exact = gradients(expected, leaves, dy)
     for dresidual in {False, residual is not None}:
         keep = residual if residual is not None and not bits else None
         actual = batch_norm_backward(
@@ -128,11 +103,6 @@ def check(x, act=0, residual=None, parameters=None, running=None, training=True,
 SHAPES = [(2, 1), (7, 3), (5, 130), (2, 3, 5), (1, 70, 9), (2, 5, 3, 4), (3, 24, 7, 1), (2, 3, 2, 3, 2), (9, 2, 600)]
 #: The bits of a byte next to each other in one tile, contiguous or channels last, and across channels and rows.
 BITS = [(2, 8, 4, 2), (3, 72, 2, 2), (2, 5, 3, 3), (2, 3, 5, 8), (3, 2, 24, 31), (5, 16), (3, 7), (2, 3, 16, 80)]
-
-
-def last(x):
-    """x with its channels fastest in memory."""
-    return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 @pytest.mark.parametrize("layout", [torch.Tensor.contiguous, last])
@@ -229,7 +199,7 @@ def test_several_tiles_and_splits(shape, layout, monkeypatch):
 
 def test_nan_and_infinities():
     x = torch.randn(3, 4, 5)
-    x[0, 1, 2], x[1, 2, 3] = float("nan"), float("inf")
+    x[0, 1, 2], x[1, 2, 3] = NAN, INF
     for layout, act in itertools.product([torch.Tensor.contiguous, last], [0, RELU]):
         y, _, _ = batch_norm_train(layout(x), None, None, None, None, 0.1, EPS, None, act, False)
         expected = ACTIVATIONS[act](F.batch_norm(x, None, None, None, None, True, 0.1, EPS))

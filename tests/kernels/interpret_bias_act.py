@@ -1,38 +1,23 @@
 """The Triton kernels of bias_act and of the gates in the interpreter, against float64."""
 
+from functools import partial
+
 import pytest
 import torch
-import triton
 
 from fastlayers.kernels.bias_act import bias_act_backward, bias_act_forward
 from fastlayers.kernels.glu import gated_backward, gated_backward_, gated_forward, glu_backward, glu_forward
 from fastlayers.ops.activations import ACTIVATIONS
+from tests.kernels.interpreted import DTYPES, assert_near, leaf, tolerances
 
-if not triton.knobs.runtime.interpret:
-    pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-#: The interpreter truncates float32 to bfloat16 where a GPU rounds: twice its epsilon.
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-14}
+assert_close = partial(assert_near, tolerances(1e-6, 1e-3, 1.6e-2, 1e-14), magnitude=1.0)
 NAMES = [name for name in ACTIVATIONS if name is not None]
-
-
-def assert_close(actual, expected, dtype, magnitude=1.0):
-    """Within the tolerance of the largest result or, for a sum that cancels, of the ``magnitude`` of its terms."""
-    assert actual.dtype == dtype
-    assert actual.shape == expected.shape
-    atol = TOLERANCE[dtype] * max(magnitude, expected.abs().max().item())
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
-
-
-def wide(t):
-    return None if t is None else t.detach().double().requires_grad_()
 
 
 def check_bias_act(x, bias, name, parameters=()):
     entry, dtype = ACTIVATIONS[name], x.dtype
     first, second = (*(parameters or entry.parameters.values()), 0.0, 0.0)[:2]
-    exact_x, exact_bias = wide(x), wide(bias)
+    exact_x, exact_bias = leaf(x), leaf(bias)
     z = exact_x if bias is None else exact_x + exact_bias
     expected = entry.function(z, *parameters)
     out = bias_act_forward(x, bias, entry.code, first, second)
@@ -42,7 +27,8 @@ def check_bias_act(x, bias, name, parameters=()):
     got_x, got_bias = bias_act_backward(dy, x, bias, entry.code, first, second, bias is not None)
     assert_close(got_x, dx, dtype)
     if bias is not None:
-        assert_close(got_bias, dbias, dtype, dy.double().abs().sum(tuple(range(dy.dim() - 1))).max().item())
+        terms = dy.double().abs().sum(tuple(range(dy.dim() - 1))).max().item()
+        assert_close(got_bias, dbias, dtype, magnitude=terms)
         assert bias_act_backward(dy, x, bias, entry.code, first, second, False)[1].numel() == 0
 
 
@@ -90,7 +76,7 @@ def test_relu_takes_its_result():
 
 def check_gates(gate, up, name):
     entry, dtype = ACTIVATIONS[name], gate.dtype
-    exact = wide(gate), wide(up)
+    exact = leaf(gate), leaf(up)
     expected = entry.function(exact[0]) * exact[1]
     out = gated_forward(gate, up, entry.code)
     assert_close(out, expected.detach(), dtype)
@@ -125,7 +111,7 @@ def test_glu(gate_first, dtype):
     x = torch.randn(4, 6, 10, 8).to(dtype)
     for view in (x, x.to(memory_format=torch.channels_last), x.mT, x[:, :, 1:, 1:7], x[:1].expand(4, 6, 10, 8)):
         for dim in (-1, 0, 1):
-            exact = wide(view)
+            exact = leaf(view)
             first, second = exact.chunk(2, dim)
             gate, up = (first, second) if gate_first else (second, first)
             expected = torch.nn.functional.silu(gate) * up

@@ -1,8 +1,9 @@
 """The Triton elementwise kernels in the interpreter, against float64."""
 
+from functools import partial
+
 import pytest
 import torch
-import triton
 
 from fastlayers.kernels.elementwise import (
     add_relu,
@@ -15,22 +16,10 @@ from fastlayers.kernels.elementwise import (
     relu_backward,
     scale_,
 )
+from tests.kernels.interpreted import DTYPES, INF, NAN, assert_near, in_memory, layout_of, tolerances, unpack
 
-if not triton.knobs.runtime.interpret:
-    pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-#: The interpreter truncates float32 to bfloat16 where a GPU rounds: twice its epsilon.
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-14}
+assert_close = partial(assert_near, tolerances(1e-6, 1e-3, 1.6e-2, 1e-14), magnitude=1.0)
 SHAPE = (2, 5, 3, 4)
-
-
-def assert_close(actual, expected, dtype, magnitude=1.0):
-    """Within the tolerance of the largest result or, for a sum that cancels, of the ``magnitude`` of its terms."""
-    assert actual.dtype == dtype
-    assert actual.shape == expected.shape
-    atol = TOLERANCE[dtype] * max(magnitude, expected[expected.isfinite()].abs().max().item())
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol, equal_nan=True)
 
 
 def pairs(dtype):
@@ -53,19 +42,6 @@ def pairs(dtype):
 
 
 LAYOUTS = list(pairs(torch.float32))
-
-
-def layout_of(t):
-    """Strides of the dimensions that have more than one element; those of others mean nothing."""
-    return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
-
-
-def in_memory(t):
-    return t.as_strided((t.numel(),), (1,))
-
-
-def unpack(bits, n):
-    return (bits[:, None] >> torch.arange(8) & 1).flatten()[:n].bool()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,18 +92,17 @@ def test_bits_of_any_number_of_elements(n):
 
 
 def test_nan_infinities_and_zeros():
-    nan, inf = float("nan"), float("inf")
-    x = torch.tensor([nan, inf, -inf, 0.0, -0.0, 1.0, -1.0, inf])
-    y = torch.tensor([1.0, -inf, inf, 1.0, 2.0, nan, nan, 1.0])
+    x = torch.tensor([NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, INF])
+    y = torch.tensor([1.0, -INF, INF, 1.0, 2.0, NAN, NAN, 1.0])
     for out, bits, v in [(*relu_add_train(x, y, None, 0.0), x), (*add_relu_train(x, y), x + y)]:
         expected = torch.relu(x) + y if v is x else torch.relu(x + y)
         torch.testing.assert_close(out, expected, equal_nan=True)
         leaf = v.clone().requires_grad_()
         (passes,) = torch.autograd.grad(torch.relu(leaf).sum(), leaf)
         assert torch.equal(relu_backward(torch.ones(8), bits), passes)
-    dy = torch.tensor([nan, inf, nan, inf, -inf, 1.0, 2.0, 3.0])
+    dy = torch.tensor([NAN, INF, NAN, INF, -INF, 1.0, 2.0, 3.0])
     dx = relu_backward(dy, torch.tensor([0b10110011], dtype=torch.uint8))
-    torch.testing.assert_close(dx, torch.tensor([nan, inf, 0.0, 0.0, -inf, 1.0, 0.0, 3.0]), equal_nan=True)
+    torch.testing.assert_close(dx, torch.tensor([NAN, INF, 0.0, 0.0, -INF, 1.0, 0.0, 3.0]), equal_nan=True)
 
 
 def factors(shape, dtype):
@@ -168,7 +143,7 @@ def check_mul(x, y):
         for gradient, factor, other in [(for_x, x, y), (for_y, y, x)]:
             terms = dy.double() * other.double()
             magnitude = terms.abs().sum_to_size(factor.shape).max().item()
-            assert_close(gradient, terms.sum_to_size(factor.shape), dtype, magnitude)
+            assert_close(gradient, terms.sum_to_size(factor.shape), dtype, magnitude=magnitude)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

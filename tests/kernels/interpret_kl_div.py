@@ -1,37 +1,20 @@
 """The Triton kernels of the divergences in the interpreter, against float64."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
-import triton
 
 from fastlayers.kernels import kl_div
 from fastlayers.ops import reference
+from tests.kernels.interpreted import DTYPES, INF, NAN, assert_near, largest, leaf, tolerances
 
-if not triton.knobs.runtime.interpret:
-    pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-#: Of the largest number. The interpreter truncates float32 to bfloat16 where a GPU rounds: twice its epsilon.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-13}
-INF, NAN = float("inf"), float("nan")
-
-
-def largest(t):
-    """The largest finite magnitude in t; 0 where there is none."""
-    finite = t[t.isfinite()].abs()
-    return finite.max().item() if finite.numel() else 0.0
-
-
-def close(ours, exact, dtype, magnitude=0.0):
-    """Within the tolerance of the largest number or, where terms cancel, of their ``magnitude``."""
-    atol = TOLERANCE[dtype] * max(magnitude, largest(exact))
-    torch.testing.assert_close(ours.double(), exact, rtol=0, atol=atol, equal_nan=True)
+close = partial(assert_near, tolerances(2e-6, 1e-3, 1.6e-2, 1e-13))
 
 
 def rows_and_gradients(student, teacher, labels, beta, temperature, dlosses):
-    leaves = [t.detach().double().requires_grad_() for t in (student, teacher)]
+    leaves = [leaf(t) for t in (student, teacher)]
     rows = reference.divergence(*leaves, labels, -100, beta, temperature, False, "none")
     return rows.detach(), torch.autograd.grad(rows, leaves, dlosses.double())
 
@@ -42,13 +25,11 @@ def check(student, teacher, beta=0.0, temperature=1.0, labels=None, dlosses=None
     dlosses = torch.randn(student.shape[0], dtype=wide) if dlosses is None else dlosses
     exact, gradients = rows_and_gradients(student, teacher, labels, beta, temperature, dlosses)
     losses, stats = kl_div.divergence_forward(student, teacher, labels, -100, beta, temperature)
-    assert losses.dtype == wide
     assert stats.shape == (student.shape[0], 6)
     close(losses, exact, wide)
     args = (dlosses, student, teacher, labels, -100, beta, temperature, stats)
     ours = kl_div.divergence_backward(*args, True, True)
     for mine, true in zip(ours, gradients, strict=True):
-        assert mine.dtype == dtype
         close(mine, true, dtype, largest(exact) * largest(dlosses))  # from differences to the loss
     alone = kl_div.divergence_backward(*args, True, False), kl_div.divergence_backward(*args, False, True)
     assert torch.equal(alone[0][0], ours[0])
@@ -109,7 +90,7 @@ def test_nan_and_infinities(n, beta):
 
 
 def flat_reference(input, target, log_target, dy):
-    leaves = [t.detach().double().requires_grad_() for t in (input, target)]
+    leaves = [leaf(t) for t in (input, target)]
     out = torch.kl_div(*leaves, reduction=0, log_target=log_target)
     return out.detach(), torch.autograd.grad(out, leaves, dy.double().expand(out.shape))
 

@@ -1,21 +1,16 @@
 """The Triton kernels of LayerNorm and RMSNorm in the interpreter, against float64."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
-import triton
 
 from fastlayers.kernels import layer_norm, norm_rows
 from fastlayers.kernels.layer_norm import add_layer_norm_forward, layer_norm_backward, layer_norm_forward
+from tests.kernels.interpreted import DTYPES, HALF, INF, NAN, assert_near, gradients, leaf, tolerances
 
-if not triton.knobs.runtime.interpret:
-    pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-HALF = DTYPES[1:3]
-#: Of the largest result. The interpreter truncates float32 to bfloat16 where a GPU rounds: twice its epsilon.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3.2e-2, torch.float64: 1e-13}
+near = partial(assert_near, tolerances(2e-6, 2e-3, 3.2e-2, 1e-13))
 EPS = 1e-5
 KINDS = [*itertools.product([0], DTYPES), *itertools.product([1, 2, 3], HALF)]
 
@@ -35,13 +30,9 @@ def few_registers(monkeypatch):
         plan.cache_clear()
 
 
-def assert_close(actual, expected, dtype, magnitude=0.0, of=None):
-    """Within the tolerance (``of`` a dtype) of the largest result or, where terms cancel, of their ``magnitude``."""
-    assert actual.dtype == dtype
-    assert actual.shape == expected.shape
+def assert_close(actual, *given, **options):
     assert actual.is_contiguous()
-    atol = TOLERANCE[of or dtype] * max(magnitude, expected.abs().max().item())
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
+    near(actual, *given, **options)
 
 
 def reference(x, weight, bias, shape, kind):
@@ -68,7 +59,7 @@ def check(x, weight, bias, dims, kind, residual=None, dtype=None, dy=None, dsum=
     assert torch.equal(y, again)
     assert empty.shape == (0,)
     assert empty.dtype == stats.dtype == stats_dtype
-    leaves = [None if t is None else t.double().requires_grad_() for t in (total, weight, bias)]
+    leaves = [leaf(t) for t in (total, weight, bias)]
     expected = reference(*leaves, shape, kind)
     assert_close(y, expected.detach(), dtype, of=x.dtype)
     rows = total.double().reshape(-1, shape.numel())
@@ -79,9 +70,7 @@ def check(x, weight, bias, dims, kind, residual=None, dtype=None, dy=None, dsum=
         assert_close(stats, (rows.square().mean(1) + EPS).rsqrt()[None], stats_dtype)
 
     dy = torch.randn(x.shape).to(dtype) if dy is None else dy
-    wanted = [leaf for leaf in leaves if leaf is not None]
-    gradients = dict(zip(map(id, wanted), torch.autograd.grad(expected, wanted, dy.double()), strict=True))
-    dx, dweight, dbias = (None if leaf is None else gradients[id(leaf)] for leaf in leaves)
+    dx, dweight, dbias = gradients(expected, leaves, dy)
     if dsum is not None:
         dx = dx + dsum.double()
     for for_weight, for_bias in itertools.product({False, weight is not None}, {False, bias is not None}):
@@ -214,7 +203,7 @@ def test_views_of_x_and_of_the_gradients(number):
 @pytest.mark.parametrize("kind", [0, 1])
 def test_nan_and_infinities(kind):
     rows = torch.randn(4, 50)
-    rows[1, 3], rows[2, 3], rows[3] = float("nan"), float("inf"), 0.0
+    rows[1, 3], rows[2, 3], rows[3] = NAN, INF, 0.0
     y, _ = layer_norm_forward(rows, 1, None, None, EPS, kind, rows.dtype, False)
     functional = torch.nn.functional
     expected = functional.layer_norm(rows, (50,)) if kind == 0 else functional.rms_norm(rows, (50,), None, EPS)

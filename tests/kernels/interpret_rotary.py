@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-import triton
 
 from fastlayers.kernels.rotary import rotary
+from tests.kernels.interpreted import DTYPES, HALF, assert_near, tolerances
 
-if not triton.knobs.runtime.interpret:
-    pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
-
-#: The interpreter truncates float32 to bfloat16 where a GPU rounds: twice its epsilon.
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-14}
+TOLERANCE = tolerances(1e-6, 1e-3, 1.6e-2, 1e-14)
 
 
 def turned(x, cos, sin, interleaved, backward):
@@ -38,21 +34,18 @@ def check(q, k, cos, sin, head, interleaved, dtype, half=False):
         strides = [torch.empty_like(x).stride() for x in (q, k)]
         outs = rotary(q, k, cos, sin, interleaved, width, backward, dtype, head, *strides)
         for x, out, wanted in zip((q, k), outs, strides, strict=True):
-            assert out.dtype == dtype
             assert out.stride() == wanted
-            expected = turned(x.double(), *full, interleaved, backward)
-            atol = TOLERANCE[dtype] * expected.abs().max().item()
-            torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+            assert_near(TOLERANCE, out, turned(x.double(), *full, interleaved, backward), dtype)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(dtype, interleaved):
     q, k = torch.randn(2, 6, 5, 24).to(dtype), torch.randn(2, 2, 5, 24).to(dtype)
     for width, half in ((24, False), (16, False), (8, True)):
         cos, sin = torch.randn(5, width).to(dtype), torch.randn(2, 1, 5, width).to(dtype)
         check(q, k, cos, sin, 1, interleaved, dtype, half)
-        if dtype in (torch.float16, torch.bfloat16):
+        if dtype in HALF:
             check(q, k, cos.float(), sin.float(), 1, interleaved, dtype, half)
             check(q, k, cos.float(), sin.float(), 1, interleaved, torch.float32, half)
             check(q.float(), k.float(), cos.float(), sin.float(), 1, interleaved, dtype, half)

@@ -1,20 +1,16 @@
 """The Triton softmax kernels in the interpreter, against float64."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
-import triton
 
 from fastlayers.kernels import softmax
 from fastlayers.kernels.softmax import softmax_backward, softmax_forward
+from tests.kernels.interpreted import DTYPES, INF, NAN, assert_near, largest, tolerances
 
-if not triton.knobs.runtime.interpret:
-    pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-#: Of the largest result. The interpreter truncates float32 to bfloat16 where a GPU rounds: twice its epsilon.
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-14}
+near = partial(assert_near, tolerances(1e-6, 1e-3, 1.6e-2, 1e-14))
 
 
 def reference(x, mask, dim, scale, log):
@@ -30,18 +26,9 @@ def reference_backward(dy, y, mask, dim, scale, log):
     return scale * (dx if mask is None or mask.dtype != torch.bool else torch.where(mask, dx, 0.0))
 
 
-def largest(t):
-    """The largest finite magnitude in t; 1 where there is none."""
-    finite = t[t.isfinite()].abs()
-    return finite.max().item() if finite.numel() else 1.0
-
-
-def assert_close(actual, expected, dtype, magnitude=0.0):
-    """Within the tolerance of the largest result or, where terms cancel, of their ``magnitude``."""
-    assert actual.dtype == dtype
+def assert_close(actual, *given):
     assert actual.is_contiguous()
-    atol = TOLERANCE[dtype] * max(magnitude, largest(expected))
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol, equal_nan=True)
+    near(actual, *given)
 
 
 def check(x, mask, dim, scale=1.3, log=False, dtype=None, dy=None):
@@ -152,7 +139,6 @@ def test_views_of_x_and_of_the_gradient(number):
     assert torch.equal(x, before)
 
 
-INF, NAN = float("inf"), float("nan")
 LOWEST = torch.finfo(torch.float32).min
 ROWS = [
     [NAN, 1.0],
