@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import pickle
 
 import pytest
 import torch
@@ -220,15 +218,6 @@ def test_mixed_precision(device, dtype):
         return list(net.parameters())
 
     assert_no_worse(step(*network(device), None), step, *network(device))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"]
-)
-def test_copies(copied, device):
-    net, x = network(device)
-    assert all(map(same_bits, gradients(copied(net), x), gradients(net, x)))
 
 
 def test_distributed_data_parallel(tmp_path):

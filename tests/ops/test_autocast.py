@@ -566,19 +566,6 @@ def test_a_hook_on_a_layer_of_an_mlp(kernels):
     assert len(seen) == 3
 
 
-class Block(nn.Module):
-    """As a ConvNeXt's starts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 4, 3, padding=1, groups=4)
-        self.norm, self.shortcut = nn.BatchNorm2d(4), nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        shortcut = x
-        return torch.tanh(self.norm(self.conv(x))) + self.shortcut(shortcut)
-
-
 class ConvNeXtBlock(nn.Module):
     """As timm writes it."""
 
@@ -622,13 +609,6 @@ def test_the_steps_of_a_convnext_block_are_found(kernels):
         assert ours.dtype == true.dtype
     for op in ("convolution_autocast_backward", "mlp_autocast_backward"):
         assert op in kernels.called
-
-
-def test_forked_convolution_is_found(kernels):
-    model = nn.Sequential(nn.Conv2d(4, 4, 1), Block())
-    patch_model(model)
-    assert patch_report(model).counts()["forked_convolution"] == 1
-    assert verify_patch(model, torch.randn(2, 4, 5, 5))
 
 
 # -- the kernels -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fastlayers
 from fastlayers import backends, functional
 from fastlayers.ops import layer_norm, reference
-from tests.harness import DEVICES, PLACES, Place, assert_close, assert_no_worse, needs_gpu, same_bits
+from tests.harness import DEVICES, PLACES, Place, assert_close, assert_no_worse, needs_gpu
 
 EVERYWHERE = pytest.mark.parametrize(
     "place", [pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend != "cpu"]
@@ -77,15 +77,6 @@ def test_running_statistics_of_bfloat16(dtype, place):
         with backends.backend(place.backend):
             ours = fused(x)
         assert_no_worse((ours, fused.state_dict()), lambda stock, x: (stock(x), stock.state_dict()), stock, x)
-
-
-@EVERYWHERE
-def test_no_statistics_are_written_in_eval(place):
-    layer = fastlayers.FusedBatchNorm1d(6).to(place.device).eval()
-    before = copy.deepcopy(layer.state_dict())
-    with backends.backend(place.backend):
-        step(layer, images(place.device, 5, 6))
-    assert all(same_bits(now, before[name]) for name, now in layer.state_dict().items())
 
 
 @pytest.mark.parametrize("device", DEVICES)

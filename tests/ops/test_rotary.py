@@ -58,17 +58,6 @@ def test_only_one_result_is_used(place, used):
     assert ours[1 - used] is None
 
 
-@pytest.mark.parametrize("place", EVERYWHERE)
-def test_turning_back(place):
-    """The gradient of a rotation is the rotation by the opposite angle, and a pair keeps its length."""
-    q, k = (heads(2, n, 5, 16, device=place.device, seed=n, dtype=torch.float64).requires_grad_() for n in (6, 2))
-    cos, sin = (t.repeat(1, 2) for t in tables(5, 8, device=place.device, dtype=torch.float64))
-    with backends.backend(place.backend):
-        outs = functional.rotary(q, k, cos, sin)
-        back = torch.autograd.grad(outs, (q, k), outs)
-    assert_close(back, (q.detach(), k.detach()))
-
-
 # ---- as model libraries write it -------------------------------------------------------------------------------------
 
 
