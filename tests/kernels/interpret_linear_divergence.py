@@ -44,13 +44,6 @@ def check(student, teacher, kind, numbers=PLAIN, labels=None, pad=3, gradients=(
 
 
 @each
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 2), (9, 16), (2, 257), (2, 5001)])
-def test_rows(shape, dtype, kind):
-    check(*(torch.randn(shape).to(dtype) for _ in range(2)), kind)
-
-
-@each
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 def test_options_and_a_teacher_of_another_dtype(dtype, kind):
     """Whose rows are further apart than they are long, and of an odd address."""

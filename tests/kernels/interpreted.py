@@ -15,7 +15,6 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-HALF = DTYPES[1:3]
 INF, NAN = float("inf"), float("nan")
 #: By code.
 ACTIVATIONS = [
@@ -69,14 +68,6 @@ def gradients(out: Tensor, leaves: list[Any], dy: Tensor) -> list[Any]:
 def layout_of(t: Tensor) -> list[int]:
     """Strides of the dimensions that have more than one element; those of others mean nothing."""
     return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
-
-
-def in_memory(t: Tensor) -> Tensor:
-    return t.as_strided((t.numel(),), (1,))
-
-
-def unpack(bits: Tensor, n: int) -> Tensor:
-    return (bits[:, None] >> torch.arange(8) & 1).flatten()[:n].bool()
 
 
 def last(x: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from fastlayers import backends, functional
 from fastlayers.ops import head, linear_topk
-from tests import ROOT, draw
+from tests import draw
 from tests.harness import DEVICES, assert_no_worse, same_bits
 from tests.ops.heads import Largest, inputs, planned
 
@@ -422,12 +420,6 @@ CHOSEN = "(triton or forced_kernel) and not float16"
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="Triton interprets here already")
-def test_in_the_interpreter(inner_run, pytestconfig):
+def test_in_the_interpreter(run_tests):
     pytest.importorskip("triton")
-    options = [*inner_run, *draw.options(pytestconfig, draw.FEW)]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-m", "not gpu", "-k", CHOSEN, __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert " passed" in run.stdout.splitlines()[-1]
+    run_tests([__file__], "-m", "not gpu", "-k", CHOSEN, many=draw.FEW, TRITON_INTERPRET="1")
