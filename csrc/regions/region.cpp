@@ -435,7 +435,9 @@ struct RegionBackward final : autograd::Node {
     std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
     const bool derived = must_be_differentiable(grads);
-    if (derived || std::any_of(grads.begin(), grads.end(), [](const Tensor& t) { return !t.defined(); })) {
+    const auto own = grads.begin() + region->grads.size();  // from there on those that the program has none of
+    if (derived || !std::all_of(grads.begin(), own, [](const Tensor& t) { return t.defined(); }) ||
+        std::any_of(own, grads.end(), [](const Tensor& t) { return t.defined(); })) {
       auto found = by_python(grads, asked, derived);
       if (!at::GradMode::is_enabled() && !autograd::get_current_graph_task_keep_graph()) release();
       return found;
@@ -446,7 +448,7 @@ struct RegionBackward final : autograd::Node {
     for (auto i : places) registers[region->kept[i]] = saved[i].unpack(getptr());
     // Saved tensors die at their last use, not when the node has run.
     if (!autograd::get_current_graph_task_keep_graph()) release();
-    for (size_t i = 0; i < grads.size(); ++i) registers[region->grads[i]] = as_recorded(std::move(grads[i]), i);
+    for (size_t i = 0; i < region->grads.size(); ++i) registers[region->grads[i]] = as_recorded(std::move(grads[i]), i);
     run(program, registers);
     autograd::variable_list found(asked.size());
     for (size_t i = 0; i < asked.size(); ++i) {

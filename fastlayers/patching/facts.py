@@ -101,6 +101,9 @@ FACTS = (
         reason="each op asks for them",
     ),
     Fact("compilation", reason="a region and a graph ask for it first; rewritten code can be compiled"),
-    Fact("arguments that are no tensors", reason="they are part of the key of a recording and of a graph"),
+    Fact(
+        "arguments that are no tensors",
+        reason="they are part of the key of a recording and of a graph, as is what a cache holds for a layer",
+    ),
     Fact("the values of tensors", reason="operations read them; code that reads one in Python is no region"),
 )  # fmt: skip

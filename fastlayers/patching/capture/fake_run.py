@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fastlayers.patching.capture.caches import ATTRIBUTE, NUMBER, Layers, Slot
 from fastlayers.patching.capture.lookups import (
     FUNCTIONS,
     global_variable,
+    member,
     not_shadowed,
     package,
     same,
@@ -126,6 +128,10 @@ class FakeRun(Run):
         self.assigned: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         #: Whether a backward is followed, which will run later.
         self.late = False
+        #: The expression of the number of the module's layer in a cache; None if it is read like other values.
+        self.number: str | None = None
+        #: What the caches that were given hold for that layer.
+        self.slots: list[Slot] = []
 
     def fake(self, t: Tensor) -> Tensor:
         """The fake tensor of a tensor, the same each time."""
@@ -183,6 +189,10 @@ class FakeRun(Run):
         self.lent.append((what, contents(container), container))
         return container
 
+    def check_caches(self) -> None:
+        if any(number is not None and number is not NUMBER for number in (s.cache.layers.number for s in self.slots)):
+            raise Refusal(Reason.READS_STATE, "reads what a cache holds for a layer by another number than its own")
+
     def check_lent(self) -> None:
         for what, before, container in self.lent:
             if not same_items(contents(container), before):
@@ -219,7 +229,18 @@ class FakeRun(Run):
             self.test(*same_tensor_method(name, self.bind))
             return outside(getattr, owner, name)
         origin = self.origin(owner)
+        if any(owner is held for slot in self.slots for held in (slot.cache, slot.layer)):
+            return self.cache_attribute(owner, name)
         return outside(getattr, owner, name) if origin is None else self.object_attribute(origin, owner, name)
+
+    def cache_attribute(self, owner: Any, name: str) -> Any:
+        """An attribute of a cache, or of what it holds for a layer. The class may be changed later."""
+        static = inspect.getattr_static(type(owner), name, None)
+        if isinstance(static, types.FunctionType | property) and name not in getattr(owner, "__dict__", ()):
+            self.test(same(member(type(owner), name, self.bind), getattr(type(owner), name), self.bind))
+        if isinstance(static, property) and static.fget is not None:
+            return self.follow(static.fget, (owner,), {})  # type: ignore[arg-type]
+        return outside(getattr, owner, name)
 
     def object_attribute(self, origin: str, owner: Any, name: str) -> Any:
         """An attribute of an object that was read, such as ``self.config.hidden_size``."""
@@ -240,6 +261,12 @@ class FakeRun(Run):
         if (id(module), name) in self.assigned:
             return self.assigned[id(module), name][1]
         return super().module_attribute(module, name)
+
+    def held(self, module: nn.Module, origin: str, name: str, value: Any) -> Any:
+        if name == ATTRIBUTE and self.number is not None and type(value) is int:
+            self.test(f"{origin}.{name} == {self.number}")
+            return NUMBER
+        return super().held(module, origin, name, value)
 
     def registered(self, module: nn.Module, origin: str, registry: str, name: str) -> Any:
         self.test(*not_shadowed(origin, original_class(module), name, self.bind))
@@ -279,6 +306,8 @@ class FakeRun(Run):
         if origin is not None and lookup in self.lookups:
             self.test(same(f"type({origin}).__getitem__", lookup, self.bind))
             return Subscripted(lambda key: self.read(f"{origin}[{self.bind(key, 'value')}]", value[key]))
+        if isinstance(value, Layers):
+            return value
         if isinstance(value, Tensor):
             self.test(*same_operator("getitem", self.bind), *same_operator("iter", self.bind))
         collections = Tensor | list | tuple | dict | set | range | Iterator | MappingView | types.MappingProxyType

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fastlayers.patching.capture.caches import Slot
 from fastlayers.patching.capture.fake_run import ARGUMENT, FakeRun, Reads
 from fastlayers.patching.capture.lookups import QUERIES, inside_function, member, package, same
 from fastlayers.patching.capture.run import errors_as_refusals, outside
@@ -76,15 +77,18 @@ def read_by(
     kwargs: dict[str, Any],
     lookups: frozenset[Any] = frozenset(),
     undecorated: Callable[[Any, Iterable[str]], Any] = lambda forward, names: forward,
+    number: str | None = None,
 ) -> Reads:
     """What a call of ``forward(module, *args, **kwargs)`` reads.
 
     Args:
         module: it is not changed, and none of its code with a side effect runs.
         forward: the forward of its original class.
-        args, kwargs: tensors, plain values, and tuples, lists and dicts of them.
+        args, kwargs: tensors, plain values, and tuples, lists and dicts of them; a :class:`Slot`, which the call may
+            change, for a cache.
         lookups: functions that only look something up. Their results count as read.
         undecorated: gives the forward inside of a library's decorators, for a call with such keywords.
+        number: the expression of the number of the module's layer in caches, which are asked for that one alone.
 
     Raises:
         Refusal: the call does what a region cannot repeat.
@@ -92,14 +96,16 @@ def read_by(
     if not isinstance(forward, types.FunctionType):
         raise Refusal(Reason.DECORATED, f"{type(module).__name__}.forward is a {type(forward).__name__}")
     watch = Watch(module, lookups, undecorated)
+    watch.number = number
     reads, original = watch.reads, original_class(module)
     watch.test(same(member(original, "forward", watch.bind), original.forward, watch.bind))
     try:
         with errors_as_refusals(), watch.fake_mode, without_a_log_of_errors():
-            args, kwargs = tree_map_only(Tensor, watch.fake, (args, kwargs))
+            args, kwargs = watch.given(args, kwargs)
             for given in containers_in((*args, *kwargs.values())):
                 watch.keep(ARGUMENT, given)
             result = watch.follow(undecorated(forward, kwargs), (module, *args), kwargs)
+        watch.check_caches()
         watch.check_lent()
         watch.check_assigned()
         watch.check_result(result)
@@ -125,6 +131,20 @@ def without_a_log_of_errors() -> Iterator[None]:
 
 class Watch(FakeRun):
     """One run of a module's forward on fake tensors."""
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with fake tensors. What is done to a cache must not be read, so it counts as made here."""
+
+        def argument(value: Any) -> Any:
+            if not isinstance(value, Slot):
+                return tree_map_only(Tensor, self.fake, value)
+            state = tree_map_only(Tensor, self.fake, value.state)
+            made = Slot.stand_in(type(value.cache), type(value.layer), state)
+            self.slots.append(made)
+            self.made += made.cache, made.layer
+            return made.cache
+
+        return tuple(map(argument, args)), {name: argument(value) for name, value in kwargs.items()}
 
     def follow(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = in_context(function)

@@ -24,6 +24,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fastlayers.patching.capture.caches import Slot
 from fastlayers.patching.reasons import Reason, Refusal
 
 
@@ -105,6 +106,11 @@ class Adapter:
         """Functions that only look something up, so that a region may compare what they return for plain arguments."""
         return frozenset()
 
+    def slot(self, cache: Any, number: int) -> Slot | None:
+        """What a cache, which is an argument, holds for the layer of a model with this number: one of the objects in
+        its ``layers``; None if it is no cache of the library. The number is the attribute ``layer_idx`` of a module."""
+        return None
+
     def called_functions(self, module: nn.Module) -> frozenset[str]:
         """Names of global functions that a forward passes to the library, which calls them."""
         return frozenset()
@@ -158,6 +164,12 @@ def undecorated(forward: Any, names: Iterable[str] = ()) -> Any:
 def plain_forward(cls: type[nn.Module]) -> Any:
     """The forward of a class, without what its library wraps around it."""
     return undecorated(cls.forward)
+
+
+def slot_or_value(value: Any, number: int) -> Any:
+    """The slot of a layer, by its number, in a cache of some library; any other value as it is."""
+    found = (adapter.slot(value, number) for adapter in adapters())
+    return next((slot for slot in found if slot is not None), value)
 
 
 def decorated(cls: type[nn.Module], generated: Any) -> Any:

@@ -75,7 +75,8 @@ class Again(Protocol):
     def differentiate(
         self, given: Given, kept: list[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """The gradients of the inputs that need one, with a graph of their own where that is asked for.
+        """The gradients of the inputs that need one, with a graph of their own where that is asked for. ``grads`` are
+        those of the active results and of those aside.
 
         Of results without a gradient nothing is computed, as autograd does: zeros would let weights decay, and 0 times
         infinity is NaN.
@@ -94,13 +95,15 @@ class Facts(NamedTuple):
         wanted: the number of inputs that need a gradient, the first ones.
         written: the numbers of the inputs whose version the operations raise.
         active: the numbers of the results that need a gradient,
-        constant: those of the others,
+        aside: those of others that do, and usually get none, such as what a cache keeps: the program has none for them,
+        constant: those of the rest,
         strides: and those of the gradients of the active results.
     """
 
     wanted: int = 0
     written: tuple[int, ...] = ()
     active: tuple[int, ...] = ()
+    aside: tuple[int, ...] = ()
     constant: tuple[int, ...] = ()
     strides: tuple[tuple[int, ...], ...] = ()
 
@@ -203,8 +206,11 @@ class Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         facts = ctx.executor.facts
         active = tuple(grads[i] for i in facts.active)
-        derived = torch.is_grad_enabled() or any(dy is not None and guard.needs_double_backward(dy) for dy in active)
-        if derived or any(dy is None for dy in active):
+        aside = tuple(grads[i] for i in facts.aside)
+        given = [dy for dy in (*active, *aside) if dy is not None]
+        derived = torch.is_grad_enabled() or any(map(guard.needs_double_backward, given))
+        if derived or len(given) < len(active) or any(dy is not None for dy in aside):
+            active += aside
             if ctx.given is None:
                 raise RuntimeError(
                     "Trying to backward through the graph a second time: the inputs of a patched forward were freed. "
@@ -346,7 +352,8 @@ class NativeExecutor:
                     _native.kernel(self._address, bool(of_backward), call, numbers(uses), made, launch)
         region.finish(
             numbers(program.results), numbers(program.kept), numbers(program.grads), numbers(program.wanted),
-            len(registers), facts.wanted, list(facts.written), list(facts.active), [list(s) for s in facts.strides],
+            len(registers), facts.wanted, list(facts.written), [*facts.active, *facts.aside],
+            [list(s) for s in facts.strides],
         )  # fmt: skip
 
     def set_read(self, places: list[int]) -> None:

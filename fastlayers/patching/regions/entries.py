@@ -29,6 +29,7 @@ from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.regions.agreement import NOISE, largest_of
 from fastlayers.patching.regions.partial_backward import Geometry, without_gradients
 from fastlayers.patching.regions.readers import Reader
+from fastlayers.patching.regions.results import Argument, put_together
 
 __all__ = [
     "NO_AUTOCAST",
@@ -171,6 +172,7 @@ class Entry:
         calls: how many calls ran as a region.
         geometry: of the values in the backward of the program, if several results get gradients.
         parts: the result, taken apart, of the inputs and the results of the code; None if it is the only one of these.
+        stores: where the arguments hold what a cache has for a layer, and the attributes that a call assigns there.
         strides: of the results, where generated kernels may choose them.
         constants: further inputs, the same in every call.
         changed: the places of buffers that the code changes,
@@ -203,6 +205,7 @@ class Entry:
     calls: int = 0
     geometry: Mapping[str, Geometry] = field(default_factory=dict)
     parts: Any = None
+    stores: tuple[tuple[Argument, Mapping[str, Any]], ...] = ()
     strides: tuple[tuple[int, ...], ...] = ()
     constants: tuple[Tensor, ...] = ()
     changed: tuple[int, ...] = ()
@@ -224,10 +227,18 @@ class Entry:
                 if code is not None:
                     code.set_read(read)
 
+    def result(self, tensors: Sequence[Tensor], arguments: Any, results: Sequence[Tensor]) -> Any:
+        """What a call gives, of the results of its code. It assigns what the forward assigned to a cache."""
+        every = (*tensors, *results) if self.stores or self.parts is not None else ()
+        for argument, attributes in self.stores:
+            held = vars(argument.of(arguments).layer)
+            held.update({name: put_together(part, every, arguments) for name, part in attributes.items()})
+        return results[0] if self.parts is None else put_together(self.parts, every, arguments)
+
     def without(self, grads: Sequence[Tensor | None]) -> tuple[Executor, list[int]] | None:
         """What runs the backward of the plain code without those gradients of active results that are None, and the
         places of what it needs in what the plain code keeps; None if nothing does."""
-        missing = frozenset(i for i, dy in enumerate(grads) if dy is None)
+        missing = frozenset(i for i, _ in enumerate(self.facts.active) if grads[i] is None)
         if missing not in self._partial:
             whole = self.program
             assert whole is not None
@@ -255,8 +266,12 @@ class Again(NamedTuple):
     old: tuple[Tensor, ...]
 
     def needed(self, grads: Sequence[Tensor | None], derived: bool) -> list[int]:
-        found = None if derived else self.entry.without(grads)
+        found = None if derived or self.aside(grads) else self.entry.without(grads)
         return found[1] if found is not None and self.plain else self.own()
+
+    def aside(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether results have gradients that usually get none."""
+        return any(dy is not None for dy in grads[len(self.entry.facts.active) :])
 
     def own(self) -> list[int]:
         """The places of what the code has computed in what it keeps."""
@@ -269,7 +284,7 @@ class Again(NamedTuple):
     ) -> Sequence[Tensor | None]:
         """The gradients of a region's inputs where some of its results have none."""
         entry = self.entry
-        found = entry.without(grads)
+        found = None if self.aside(grads) else entry.without(grads)
         if found is None:
             return self.differentiate(given, kept, grads, needs)
         code, places = found
@@ -278,7 +293,7 @@ class Again(NamedTuple):
             self.check(given, kept)
             every = self.kept_by(entry.plain, self.inputs(given))
             kept = [every[i] for i in places]
-        laid_out = zip(grads, entry.facts.strides, strict=True)
+        laid_out = zip(grads, entry.facts.strides, strict=False)
         dys = [layouts.with_strides(dy, strides) for dy, strides in laid_out if dy is not None]
         with excluding(KEYS):
             gradients = code.backward(dys, kept)

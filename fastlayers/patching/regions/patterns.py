@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastlayers.ops import guard
+from fastlayers.patching.capture.caches import Slot
 
 __all__ = ["LEAVES", "NESTED", "NONE", "Flat", "flatten", "unflatten", "without_repeats"]
 
@@ -39,6 +40,12 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
     if kind is dict:
         part = flatten(tuple(value.values()), tensors)
         return None if part is None else (dict, tuple(value), part)
+    if kind is Slot:
+        state = value.state
+        if value.grows or any(isinstance(held, dict | list) for part in state for held in part.values()):
+            return None  # A call may change what such an attribute holds.
+        part = flatten(state, tensors)
+        return None if part is None else (Slot, type(value.cache), type(value.layer), part)
     if kind is float and value == 0:
         return kind, value, str(value)  # -0.0 equals 0.0
     return (kind, value) if kind in LEAVES else None
@@ -73,6 +80,8 @@ class Flat:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors, self.taken = tensors, 0
+        #: Those of them that caches hold.
+        self.held: list[Tensor] = []
 
 
 def unflatten(pattern: Any, flat: Flat) -> Any:
@@ -89,4 +98,9 @@ def unflatten(pattern: Any, flat: Flat) -> Any:
         return dict(zip(parts[0], unflatten(parts[1], flat), strict=True))
     if kind in (tuple, list):
         return kind(unflatten(part, flat) for part in parts)
+    if kind is Slot:
+        first = flat.taken
+        state = unflatten(parts[2], flat)
+        flat.held += flat.tensors[first : flat.taken]
+        return Slot.stand_in(parts[0], parts[1], state)
     return parts[0]

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from fastlayers import backends
 from fastlayers.ops import raw_ops
+from fastlayers.patching.capture.caches import Arguments, with_caches
 from fastlayers.patching.capture.run import is_ours, refusal_of
 from fastlayers.patching.program.cost import cost_of
 from fastlayers.patching.program.executors import KEYS, Executor, Facts, excluding
@@ -22,12 +23,12 @@ from fastlayers.patching.program.program import Program, depends_on, plain_name,
 from fastlayers.patching.program.tape import Tape
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.regions.agreement import agree, in_backward, some_gradient
-from fastlayers.patching.regions.entries import NO_AUTOCAST, Entry, autocast_as
+from fastlayers.patching.regions.entries import NO_AUTOCAST, Entry, autocast_as, random_state, restore_random_state
 from fastlayers.patching.regions.partial_backward import geometries
 from fastlayers.patching.regions.patterns import Flat, unflatten
-from fastlayers.patching.regions.results import OpaqueError, Place, Taken, take_apart
+from fastlayers.patching.regions.results import OpaqueError, Place, Taken, take_apart, take_changes
 
-__all__ = ["Recording", "attentions", "what_torch_refuses"]
+__all__ = ["Before", "Recording", "attentions", "what_torch_refuses"]
 
 
 @contextmanager
@@ -51,6 +52,32 @@ def attentions() -> tuple[bool, ...]:
     )  # fmt: skip
 
 
+class Before:
+    """What a recording changes, as it was before.
+
+    Args:
+        state: tensors that it may write.
+        inputs: tensors on the devices whose random numbers it may draw.
+    """
+
+    def __init__(self, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        self._state, self._inputs = [(t, t.clone()) for t in state], inputs
+        self._random = random_state(inputs)
+
+    def changed(self) -> list[Tensor]:
+        return [t for t, old in self._state if not torch.equal(t, old)]
+
+    def has_drawn(self) -> bool:
+        return any(not torch.equal(a, b) for a, b in zip(self._random, random_state(self._inputs), strict=True))
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for t, old in self._state:
+                if not torch.equal(t, old):
+                    t.data.copy_(old)  # Graphs made before may have kept it: its version stays.
+        restore_random_state(self._random, self._inputs)
+
+
 class Recording:
     """A run of a call on a tape.
 
@@ -58,6 +85,7 @@ class Recording:
         entry: of its signature.
         forward: of the class whose calls are recorded.
         module, real: the module, and what the call is given and reads.
+        state: of these what it may write.
         sources: whether to note the lines that operations come from.
 
     Attributes:
@@ -71,7 +99,13 @@ class Recording:
     """
 
     def __init__(
-        self, entry: Entry, forward: Callable[..., Any], module: nn.Module, real: tuple[Tensor, ...], sources: bool
+        self,
+        entry: Entry,
+        forward: Callable[..., Any],
+        module: nn.Module,
+        real: tuple[Tensor, ...],
+        state: Sequence[Tensor],
+        sources: bool,
     ) -> None:
         count, self._records = entry.count, torch.is_grad_enabled()
         with torch.enable_grad():
@@ -79,7 +113,6 @@ class Recording:
         self._inputs = (*aliases, *real[count:])
         self._wanted = [i for i, t in enumerate(self._inputs) if self._records and t.requires_grad]
         self._places = [*self._wanted, *(i for i in range(len(self._inputs)) if i not in self._wanted)]
-        state = [t for t in real[count:] if not t.requires_grad]
         self.tape = tape = Tape([self._inputs[i] for i in self._places], state, sources)
         if len(set(tape.inputs)) < len(tape.inputs):
             raise Refusal(Reason.READS_STATE, "two inputs are one tensor")
@@ -93,17 +126,21 @@ class Recording:
 
         flat = Flat(aliases)
         args, kwargs = (unflatten(part, flat) for part in entry.pattern)
+        arguments = args, kwargs or {}
+        given = with_caches(*arguments)
         with raw_ops.observed(kernel_call), tape:
             with what_torch_refuses():
-                out = forward(module, *args, **(kwargs or {}))
-            self._take_results(out, (args, kwargs))
+                out = forward(module, *given[0], **given[1])
+            self._take_results(out, arguments)
             if self.active:
                 self._run_backward()
 
-    def _take_results(self, out: Any, arguments: tuple[Any, ...]) -> None:
+    def _take_results(self, out: Any, arguments: Arguments) -> None:
         taken, count = Taken(self._inputs, arguments), len(self._inputs)
         try:
             self._parts = take_apart(out, taken)
+            own = len(taken) - count  # The rest is for caches.
+            self._stores = tuple(take_changes(arguments, taken))
         except OpaqueError as error:
             raise Refusal(Reason.READS_STATE, str(error)) from None
         if taken.lazy and self._records:  # Their source would be a result without a gradient.
@@ -113,15 +150,18 @@ class Recording:
             from fastlayers.patching.fusion.layouts import in_rows  # needs Triton
 
             viewed = {number - count for number, _ in taken.views}
-            results = [t if i in viewed else in_rows(self.tape, t) for i, t in enumerate(results)]
+            results = [t if i in viewed or i >= own else in_rows(self.tape, t) for i, t in enumerate(results)]
         self.results, self.split = results, len(self.tape.operations)
-        own = {storage(t) for t in results}
-        if len(own) < len(results) or not own.isdisjoint(map(storage, (*self._inputs, *self.tape.constants))):
+        memory = {storage(t) for t in results}
+        if len(memory) < len(results) or not memory.isdisjoint(map(storage, (*self._inputs, *self.tape.constants))):
             raise Refusal(Reason.VISIBLE_MUTATION, "a result shares memory with another tensor")
         if not results:
             raise Refusal(Reason.READS_STATE, "it returns no tensor of its own")
         self.tape.check_read(results)
-        self.active = [i for i, t in enumerate(results) if self._records and t.requires_grad]
+        active = [i for i, t in enumerate(results) if self._records and t.requires_grad]
+        self.active, self._aside = [i for i in active if i < own], [i for i in active if i >= own]
+        if self._aside and not self.active:
+            raise Refusal(Reason.READS_STATE, "only what a cache keeps needs a gradient")
 
     def _run_backward(self) -> None:
         results = [self.results[i] for i in self.active]
@@ -151,19 +191,21 @@ class Recording:
             wanted=len(self._wanted) if active else 0,
             written=tuple(k for k, i in enumerate(places) if id(every[i]) in written),
             active=tuple(active),
-            constant=tuple(i for i in range(len(self.results)) if i not in active),
+            aside=tuple(self._aside),
+            constant=tuple(i for i in range(len(self.results)) if i not in (*active, *self._aside)),
             strides=tuple(self.results[i].stride() for i in active),
         )
         entry.program, entry.costs = replace(program, values={}), [cost_of(program)]
         entry.plain = execute(program, entry.facts)
         entry.geometry = geometries(program, tape.values) if len(active) > 1 else {}
         entry.strides = tuple(t.stride() for t in self.results) if self.generates else ()
+        entry.stores = self._stores
         entry.parts = None if self._parts == Place(len(self._inputs)) else self._parts
         return program
 
     def depends(self) -> set[int]:
         """The places of the inputs that the results with gradients depend on."""
-        names = [self.tape.name(self.results[i]) for i in self.active]
+        names = [self.tape.name(self.results[i]) for i in (*self.active, *self._aside)]
         found = depends_on(self.tape.operations[: self.split], self.tape.values, names)
         return {place for place, name in zip(self._places, self.tape.inputs, strict=True) if name in found}
 

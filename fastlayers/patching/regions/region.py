@@ -31,10 +31,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fastlayers import backends
 from fastlayers.ops import guard, layouts, modes
+from fastlayers.patching.capture.caches import Arguments, Caches, Slot, with_caches
 from fastlayers.patching.capture.fake_run import load_fake_tensors
 from fastlayers.patching.capture.reads import read_by
 from fastlayers.patching.capture.rebuild import arguments_source
-from fastlayers.patching.libraries.adapters import adapters, undecorated
+from fastlayers.patching.libraries.adapters import adapters, slot_or_value, undecorated
 from fastlayers.patching.program.cost import cost_of
 from fastlayers.patching.program.derivative import Derivative
 from fastlayers.patching.program.executors import (
@@ -53,7 +54,6 @@ from fastlayers.patching.regions.entries import (
     no_regions,
     op_by_op,
     random_state,
-    restore_random_state,
 )
 from fastlayers.patching.regions.patterns import (
     LEAVES,
@@ -65,8 +65,8 @@ from fastlayers.patching.regions.patterns import (
     without_repeats,
 )
 from fastlayers.patching.regions.readers import Reader
-from fastlayers.patching.regions.recording import Recording, attentions, what_torch_refuses
-from fastlayers.patching.regions.results import Taken, put_together, take_apart
+from fastlayers.patching.regions.recording import Before, Recording, attentions, what_torch_refuses
+from fastlayers.patching.regions.results import Taken, put_together, take_apart, take_changes
 from fastlayers.patching.regions.stand_ins import stand_in
 from fastlayers.patching.rewrite.generate import forward_source, written_class
 from fastlayers.patching.runtime.checks import original_class, original_of, stock_forwards
@@ -195,8 +195,9 @@ class Region:
         self.entries: dict[Any, list[Entry]] = {}
         #: Calls that no region can be made for, by their pattern.
         self.refused: dict[Any, Refusal] = {}
-        #: Types of arguments that there is no pattern for, such as a cache of keys and values.
+        #: Types of arguments that there is no pattern for.
         self.strange: set[type] = set()
+        self.caches = Caches(slot_or_value)
         #: How often each module was called with a signature without an entry.
         self.seen: Counter[Any] = Counter()
         #: The recordings that each module asked for, and those of alike modules: with equal values and shapes.
@@ -225,8 +226,14 @@ class Region:
             return self.present.forward(module, *args, **kwargs)
         given: list[Tensor] = []
         pattern = flatten(args, given), flatten(kwargs, given) if kwargs else NONE
+        arguments = args, kwargs
+        if None in pattern:
+            given.clear()
+            arguments = self.caches.taken_apart(module, args, kwargs)
+            pattern = flatten(arguments[0], given), flatten(arguments[1], given) if kwargs else NONE
         if None in pattern or not given:
-            self.strange |= {*map(type, (*args, *kwargs.values()))}.difference(LEAVES, guard.PLAIN, NESTED)
+            left = *arguments[0], *arguments[1].values()
+            self.strange |= {*map(type, left)}.difference(LEAVES, guard.PLAIN, NESTED, {Slot})
             self.failed()
             return self.present.forward(module, *args, **kwargs)
         if len(given) > 1 and len({*map(id, given)}) < len(given):
@@ -258,11 +265,11 @@ class Region:
                     if (entry.differentiated or entry.apart) and _saved_tensors_hooks(True) is None:
                         with no_regions(), stock_forwards() if entry.differentiated else nullcontext():
                             return self.present.forward(module, *args, **kwargs)
-                    return self.run(entry, (args, kwargs), (*given, *tensors))
+                    return self.run(entry, arguments, (*given, *tensors))
             read = reader, values, tensors
         if not self.comes_again(module, (pattern, shape), read and kind_of(*read)):
             return self.present.forward(module, *args, **kwargs)
-        return self.first(module, args, kwargs, given, pattern)
+        return self.first(module, args, kwargs, given, pattern, arguments)
 
     def made(self) -> list[Entry]:
         """What runs calls as regions."""
@@ -296,7 +303,7 @@ class Region:
         else:
             assert code is not None
             results = code.call(ordered)
-        return results[0] if entry.parts is None else put_together(entry.parts, (*inputs, *results), arguments)
+        return entry.result(inputs, arguments, results)
 
     def failed(self) -> None:
         """Note that no region could be made for a call."""
@@ -307,9 +314,15 @@ class Region:
     # -- the first call of a signature -----------------------------------------------------------------------------
 
     def first(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], pattern: Any
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: list[Tensor],
+        pattern: Any,
+        arguments: Arguments,
     ) -> Any:
-        """Record a call, and return its result."""
+        """Record a call, and return its result. ``arguments`` are the same with slots in place of caches."""
         if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return self.present.forward(module, *args, **kwargs)
         # With hooks, and one thread at a time. To wait could be to wait for oneself: a recording needs the thread of
@@ -318,7 +331,7 @@ class Region:
             return self.present.forward(module, *args, **kwargs)
         try:
             with no_regions(), saved_tensors_hooks(guard.kept_as_is, guard.kept_as_is):
-                found = self.prepared(module, args, kwargs, given, pattern)
+                found = self.prepared(module, *arguments, given, pattern)
         finally:
             _lock.release()
         if found is None:  # Smaller regions inside of this one may apply.
@@ -326,10 +339,10 @@ class Region:
             return self.present.forward(module, *args, **kwargs)
         entry, inputs = found
         if _saved_tensors_hooks(True) is not None:
-            return self.run(entry, (args, kwargs), inputs)
+            return self.run(entry, arguments, inputs)
         with no_regions():
             out = self.present.forward(module, *args, **kwargs)
-        taken = Taken(inputs, (args, kwargs))
+        taken = Taken(inputs, arguments)
         parts = take_apart(out, taken)
         results = taken[len(inputs) :]
         for t in results:
@@ -337,8 +350,8 @@ class Region:
                 t.grad_fn.register_prehook(partial(note_derivative, entry))
         # Regions that follow are recorded for the strides that these have from now on.
         if any(t.stride() != strides for t, strides in zip(results, entry.strides, strict=False)):
-            results = [layouts.with_strides(t, s) for t, s in zip(results, entry.strides, strict=True)]
-            return put_together(parts, (*inputs, *results), (args, kwargs))
+            results = [layouts.with_strides(t, s) for t, s in zip(results, entry.strides, strict=False)]
+            return put_together(parts, (*inputs, *results), arguments)
         return out
 
     def prepared(
@@ -350,7 +363,8 @@ class Region:
         self.asked.setdefault(module, Recordings()).count += 1
         try:
             lookups = frozenset[Any]().union(*(adapter.lookups() for adapter in adapters()))
-            reads = read_by(module, original_class(module).forward, args, kwargs, lookups, undecorated)
+            original = original_class(module).forward
+            reads = read_by(module, original, args, kwargs, lookups, undecorated, self.caches.number)
             reader = Reader(reads, module)
         except Refusal as refusal:
             self.refused[pattern] = refusal.kept()
@@ -397,34 +411,32 @@ class Region:
             raise Refusal(Reason.READS_STATE, "a tensor of another type or layout, or on another device")
         if any(t._backward_hooks for t in tensors):  # The gradients of a recording are none.
             raise Refusal(Reason.READS_STATE, "a parameter with a hook")
-        state = [t for t in tensors if not t.requires_grad]
-        random, before = random_state(real), [t.clone() for t in state]
+        flat = Flat(real)
+        for part in entry.pattern:
+            unflatten(part, flat)
+        # Without grad mode: a cache that requires gradients from then on would need them of what it was before, too.
+        held = [] if torch.is_grad_enabled() else flat.held
+        state = [t for t in (*held, *tensors) if not t.requires_grad]
+        before = Before(state, real)
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # A cast that was made before would be a tensor from outside.
 
-        def restore() -> None:
-            with torch.no_grad():
-                for t, old in zip(state, before, strict=True):
-                    if not torch.equal(t, old):
-                        t.data.copy_(old)  # Graphs made before may have kept it: its version stays.
-            restore_random_state(random, real)
-
         try:
-            recording = Recording(entry, self.present.forward, module, real, self.explained)
+            recording = Recording(entry, self.present.forward, module, real, state, self.explained)
             generated = self.made_of(recording, entry, module)
             inputs = (*real, *entry.constants)
-            changed = {id(t) for t, old in zip(state, before, strict=True) if not torch.equal(t, old)}
+            changed = {*map(id, before.changed())}
             written = [entry.order(range(len(inputs)))[i] for i in entry.facts.written]
             entry.changed = tuple(i for i, t in enumerate(real) if id(t) in changed or i in written)
             depends = recording.depends()
             entry.read = tuple(i for i in entry.changed if i in depends) if entry.facts.wanted else ()
             if entry.facts.wanted:
                 entry.set_derivative(self.derivative_of(entry, module, real), entry.plain, generated)
-            entry.draws = any(not torch.equal(a, b) for a, b in zip(random, random_state(real), strict=True))
+            entry.draws = before.has_drawn()
 
             def agrees(code: Executor) -> bool:
                 """Whether this code, run from where the recording began, gives what that gave."""
-                restore()
+                before.restore()
                 return recording.is_given_by(code, entry.order(inputs), kinks=code is not entry.plain)
 
             # A kernel that the tape cannot see would be missing. Generated kernels are loaded here, which a capture
@@ -446,7 +458,7 @@ class Region:
         except Exception as error:
             raise Refusal(Reason.RECORDING_FAILED, self.note_error("recording", error)) from None
         finally:
-            restore()
+            before.restore()
             torch.set_autocast_cache_enabled(cached)
 
     def made_of(self, recording: Recording, entry: Entry, module: nn.Module) -> Executor | None:
@@ -480,11 +492,15 @@ class Region:
         def forward(inputs: list[Tensor]) -> list[Tensor]:
             flat = Flat(inputs[:count])
             args, kwargs = (unflatten(part, flat) for part in entry.pattern)
+            arguments = args, kwargs or {}
+            given = with_caches(*arguments)
             with autocast_as(entry.autocast), entry.reader.replaced(copy, inputs[count:]), stock_forwards():
-                out = self.present.forward(copy, *args, **(kwargs or {}))
-            taken = Taken(inputs)
+                out = self.present.forward(copy, *given[0], **given[1])
+            taken = Taken(inputs, arguments)
             take_apart(out, taken)
-            return [taken[len(inputs) + i] for i in entry.facts.active]
+            for _ in take_changes(arguments, taken):
+                pass
+            return [taken[len(inputs) + i] for i in (*entry.facts.active, *entry.facts.aside)]
 
         wanted = entry.order(range(len(real) + len(entry.constants)))[: entry.facts.wanted]
         try:

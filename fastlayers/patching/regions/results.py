@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fastlayers.patching.capture.caches import Arguments, Slot
 from fastlayers.patching.capture.values import is_value
 from fastlayers.patching.runtime.lazy import LazyTensor, Recipe, lazy
 
-__all__ = ["OpaqueError", "Place", "Taken", "put_together", "take_apart", "tensors_in"]
+__all__ = ["Argument", "OpaqueError", "Place", "Taken", "put_together", "take_apart", "take_changes", "tensors_in"]
 
 
 class OpaqueError(Exception):
@@ -41,7 +42,7 @@ class Taken(list[Tensor]):
     """Tensors that are known, and after them those of a result, each once.
 
     Attributes:
-        arguments: the lists and dicts of the arguments of the call, which a result may hold.
+        arguments: the lists, dicts and caches of the arguments of the call, which a result may hold.
         views: further tensors of the result, with the number of what each is a view of.
         lazy: whether something in the result is computed when it is used.
     """
@@ -62,9 +63,12 @@ class Lazy(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """A list or dict of the arguments, by the keys that lead to it."""
+    """A list, a dict or a cache of the arguments, by the keys that lead to it."""
 
     keys: tuple[Any, ...]
+
+    def of(self, arguments: Any) -> Any:
+        return functools.reduce(operator.getitem, self.keys, arguments)
 
 
 class Nested(NamedTuple):
@@ -115,6 +119,18 @@ def take_apart(value: Any, tensors: Taken, inside: bool = False) -> Any:
     return value
 
 
+def take_changes(arguments: Arguments, tensors: Taken) -> Iterator[tuple[Argument, dict[str, Any]]]:
+    """What a call has assigned to what caches hold, taken apart.
+
+    Raises:
+        Refusal: it has changed more of a cache.
+    """
+    for i, part in enumerate(arguments):
+        for key, slot in part.items() if isinstance(part, dict) else enumerate(part):
+            if isinstance(slot, Slot) and (changes := slot.changes()):
+                yield Argument((i, key)), {name: take_apart(v, tensors, inside=True) for name, v in changes.items()}
+
+
 def holds_tensors(parts: Any) -> bool:
     """Whether parts of a value, which was taken apart, have tensors."""
     if isinstance(parts, Nested):
@@ -150,9 +166,11 @@ def is_view(t: Tensor, of: Tensor) -> bool:
 
 
 def containers_of(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[int, Argument]]:
-    """The lists and dicts in nested arguments, by identity."""
+    """The lists, dicts and caches in nested arguments, by identity."""
     if isinstance(value, list | dict):
         yield id(value), Argument(keys)
+    if isinstance(value, Slot):
+        yield id(value.cache), Argument(keys)
     if isinstance(value, tuple | list | dict):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from containers_of(item, (*keys, key))
@@ -173,7 +191,8 @@ def put_together(parts: Any, tensors: Sequence[Tensor], arguments: Any = (), mad
     if isinstance(parts, Lazy):
         return lazy(parts.recipe, [put_together(source, tensors) for source in parts.sources])
     if isinstance(parts, Argument):
-        return functools.reduce(operator.getitem, parts.keys, arguments)
+        argument = parts.of(arguments)
+        return argument.cache if isinstance(argument, Slot) else argument
     if isinstance(parts, Made):
         made = {} if made is None else made
         if id(parts) not in made:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import types
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from fastlayers.patching.capture.caches import Slot
 from fastlayers.patching.capture.rebuild import rewrap
 from fastlayers.patching.libraries.adapters import Adapter, RewrittenModel
 from fastlayers.patching.libraries.transformers.attention_masks import RULE, fuse_masks, leave_out_masks
@@ -21,6 +23,10 @@ __all__ = ["TransformersAdapter"]
 #: The base class of layers. Creating a subclass wraps the forward once more, and only the outermost wrapper
 #: checkpoints: the wrapper of the generated class.
 CHECKPOINTING = ("transformers.modeling_layers", "GradientCheckpointingLayer")
+#: Where the caches of keys and values are.
+CACHES = "transformers.cache_utils"
+#: How attributes begin that count tokens: as a number in windows, which is another one in each call.
+COUNTS = "cumulative_length"
 #: Where the decorator is that takes arguments by their former names.
 DEPRECATION = "transformers.utils.deprecation"
 #: A forward passes this function to the registry of attentions, which calls it if the configuration is "eager".
@@ -61,6 +67,16 @@ class TransformersAdapter(Adapter):
         interfaces = (GeneralInterface, *GeneralInterface.__subclasses__())
         names = ("get_interface", "__getitem__")
         return frozenset(filter(None, (vars(interface).get(name) for interface in interfaces for name in names)))
+
+    def slot(self, cache: Any, number: int) -> Slot | None:
+        if type(cache).__module__ != CACHES or type(cache).__name__ not in ("DynamicCache", "StaticCache"):
+            return None
+        layers = getattr(cache, "layers", ())  # Before transformers 5 it may have other attributes.
+        if number >= len(layers) or (dynamic := getattr(sys.modules[CACHES], "DynamicLayer", None)) is None:
+            return None
+        layer = layers[number]
+        counts = any(name.startswith(COUNTS) and type(value) is int for name, value in vars(layer).items())
+        return Slot(cache, layer, grows=layer.is_initialized and (counts or isinstance(layer, dynamic)))
 
     def called_functions(self, module: nn.Module) -> frozenset[str]:
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
