@@ -4,9 +4,11 @@ import fcntl
 import gc
 import itertools
 import os
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.rewrite.classes import Generated
 from fastlayers.patching.runtime.checks import rewritten_everywhere
-from tests import draw
+from tests import ROOT, draw
 
 regions.RAISE_ERRORS = lint.ENABLED = True
 
@@ -190,6 +192,23 @@ def inner_run(pytestconfig: pytest.Config) -> list[str]:
     seed = pytestconfig.getoption("randomly_seed", None)  # pytest-randomly may be missing
     options += [] if seed is None else [f"--randomly-seed={seed}"]
     return [*options, *draw.options(pytestconfig)]
+
+
+@pytest.fixture
+def run_tests(inner_run: list[str], pytestconfig: pytest.Config) -> Callable[..., None]:
+    """Runs tests of these files in another process, which has these variables, and checks that they pass.
+
+    If this run draws, so does that: of a parameter with more than ``many`` values some.
+    """
+
+    def run(files: Iterable[Path | str], *options: str, many: int | None = None, **variables: str) -> None:
+        options = (*inner_run, *draw.options(pytestconfig, many), *options)
+        command = [sys.executable, "-m", "pytest", *options, *(str(ROOT / "tests" / file) for file in files)]
+        done = subprocess.run(command, env=os.environ | variables, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+        assert " passed" in done.stdout.splitlines()[-1]
+
+    return run
 
 
 @pytest.fixture(autouse=True)

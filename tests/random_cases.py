@@ -540,16 +540,20 @@ def cross_entropy(draw: Draw, sizes: Sizes) -> Arguments:
     return (tensor(draw, shape), labels_of(draw, (*count, *space), n)), loss_options(draw) | class_weight(draw, n)
 
 
-def linear_cross_entropy(draw: Draw, sizes: Sizes) -> Arguments:
-    given, classes, before = features(draw, sizes)
-    classes += 1
-    kwargs = loss_options(draw) | class_weight(draw, classes)
-    kwargs["chunk_size"] = None if chance(draw, 25) else draw(st.integers(1, 50))
+def head_options(draw: Draw, before: tuple[int, ...], classes: int) -> dict[str, Any]:
+    kwargs: dict[str, Any] = {"chunk_size": None if chance(draw, 25) else draw(st.integers(1, 50))}
     if chance(draw, 30):
         kwargs["linear_bias"] = parameter(draw, (classes,))
     if chance(draw, 30):
         rank = draw(st.integers(1, 16))
         kwargs["low_rank"] = (tensor(draw, (*before, rank)), parameter(draw, (classes, rank)))
+    return kwargs
+
+
+def linear_cross_entropy(draw: Draw, sizes: Sizes) -> Arguments:
+    given, classes, before = features(draw, sizes)
+    classes += 1
+    kwargs = loss_options(draw) | class_weight(draw, classes) | head_options(draw, before, classes)
     x = tensor(draw, (*before, given), chance(draw, 15), NORMAL)
     return (x, parameter(draw, (classes, given)), labels_of(draw, before, classes)), kwargs
 
@@ -568,13 +572,7 @@ def linear_divergence(draw: Draw, sizes: Sizes) -> Arguments:
     classes += 1
     # Not the total variation distance, whose slope jumps where two probabilities meet.
     kwargs: dict[str, Any] = {"divergence": one_of(draw, "kl", "reverse_kl", "js", "cosine")}
-    kwargs["reduction"] = one_of(draw, "none", "sum", "mean", "batchmean")
-    kwargs["chunk_size"] = None if chance(draw, 25) else draw(st.integers(1, 50))
-    if chance(draw, 30):
-        kwargs["linear_bias"] = parameter(draw, (classes,))
-    if chance(draw, 30):
-        rank = draw(st.integers(1, 16))
-        kwargs["low_rank"] = (tensor(draw, (*before, rank)), parameter(draw, (classes, rank)))
+    kwargs |= {"reduction": one_of(draw, "none", "sum", "mean", "batchmean"), **head_options(draw, before, classes)}
     for name, value in (("temperature", 2.5), ("softcap", 3.0), ("target_softcap", 2.0), ("target_logit_scale", 0.5)):
         if chance(draw, 20):
             kwargs[name] = value

@@ -60,6 +60,14 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
+def assert_refused(model, path, message):
+    """With nothing changed."""
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        load_model(model, path)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
 def keys_of(path):
     with safe_open(path, "pt") as file:
         return set(file.keys())
@@ -158,12 +166,7 @@ def test_untied_weights_into_a_tied_model(path):
     with torch.no_grad():
         model.head.weight += 1
     save_model(model, path)
-    before = {key: value.clone() for key, value in other.state_dict().items()}
-    with pytest.raises(
-        CheckpointError, match=r"embedding.weight and head.weight are one tensor in the model, and two different"
-    ):
-        load_model(other, path)
-    assert all(torch.equal(before[key], value) for key, value in other.state_dict().items())
+    assert_refused(other, path, "embedding.weight and head.weight are one tensor in the model, and two different")
 
 
 def test_one_name_of_several_is_enough(path):
@@ -189,10 +192,7 @@ def test_wrappers_do_not_show_in_the_keys(path, wrap):
 
 
 def test_a_wrapper_inside_a_model(path):
-    model, other = (
-        seeded(lambda: nn.Sequential(Block(), Block()), 0),
-        seeded(lambda: nn.Sequential(Block(), Block()), 1),
-    )
+    model, other = (seeded(lambda: nn.Sequential(Block(), Block()), seed) for seed in range(2))
     plain = set(model.state_dict())
     model[1] = torch.compile(model[1], backend="eager")
     save_model(model, path)
@@ -263,10 +263,7 @@ def test_a_damaged_file(path, damage):
     else:
         damaged = {"truncated": data[:-10], "header": b"\xff" * 20 + data[20:], "empty": b"", "text": b"hello, world"}
         path.write_bytes(damaged[damage])
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match=f"{re.escape(str(path))} is not a whole safetensors file"):
-        load_model(model, path)
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert_refused(model, path, f"{re.escape(str(path))} is not a whole safetensors file")
 
 
 JSON = st.recursive(
@@ -377,11 +374,7 @@ def change(path, edit):
 def test_a_file_that_does_not_fit_changes_nothing(path, edit, message):
     save_model(seeded(Block, 0), path)
     change(path, edit)
-    model = seeded(Block, 1)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match=f"(?s)does not fit Block; nothing was loaded:.*{message}"):
-        load_model(model, path)
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert_refused(seeded(Block, 1), path, f"(?s)does not fit Block; nothing was loaded:.*{message}")
 
 
 def test_all_differences_are_named_at_once(path):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 import torch
-
-from tests import ROOT
 
 #: What torch and csrc may use, and what oneDNN may; a process for each that this CPU has.
 LEVELS = {"DEFAULT": "SSE41", "AVX2": "AVX2", "AVX512": "AVX512_CORE"}
@@ -20,7 +16,7 @@ WITH_FUSED_PRODUCTS = ("contract/test_1_answer.py",)
 
 # Not marked slow, of which a draw takes one case: each of its processes draws from its own tests.
 @pytest.mark.parametrize("level", LEVELS)
-def test_in_a_process(level: str, inner_run: list[str]) -> None:
+def test_in_a_process(level: str, run_tests: Callable[..., None]) -> None:
     has = torch.backends.cpu.get_cpu_capability()
     if has not in LEVELS:
         pytest.skip(f"{has}: no instruction sets to choose from")
@@ -28,10 +24,5 @@ def test_in_a_process(level: str, inner_run: list[str]) -> None:
         pytest.skip(f"this CPU has no more than {has}")
     # Other files than the first one run with all that the machine has in the process of the tests.
     files = FILES[:1] if level == has else FILES + WITH_FUSED_PRODUCTS * (level == "AVX2")
-    command = [sys.executable, "-m", "pytest", *inner_run, "-k", "cpu-cpu or cpu_math or special_values"]
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": level.lower(), "ONEDNN_MAX_CPU_ISA": LEVELS[level]}
-    run = subprocess.run(
-        [*command, *(str(ROOT / "tests" / name) for name in files)],
-        env=environment, cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    chosen = "cpu-cpu or cpu_math or special_values"
+    run_tests(files, "-k", chosen, ATEN_CPU_CAPABILITY=level.lower(), ONEDNN_MAX_CPU_ISA=LEVELS[level])

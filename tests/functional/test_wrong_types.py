@@ -1,4 +1,7 @@
-"""An argument that should be a tensor, and is not, raises a TypeError as in torch, never an AttributeError."""
+"""An argument that should be a tensor, and is not, raises a TypeError as in torch, never an AttributeError.
+
+So the rows of the table of ops have no such mistakes.
+"""
 
 from __future__ import annotations
 

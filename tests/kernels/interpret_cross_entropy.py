@@ -5,20 +5,16 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-import triton
 
 from fastlayers.kernels import cross_entropy as kernels
+from tests.kernels.interpreted import assert_near, leaf, tolerances
 
-if not triton.knobs.runtime.interpret:
-    pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
-
-#: Of the largest result. The interpreter truncates float32 to bfloat16 where a GPU rounds: twice its epsilon.
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-14}
+TOLERANCE = tolerances(1e-6, 1e-3, 1.6e-2, 1e-14)
 
 
-def check(x, target, weight=None, dtype=None, smoothing=0.0, softcap=0.0, z_loss=0.0):
-    dtype = dtype or x.dtype
-    exact = x.detach().double().requires_grad_()
+def check(x, target, weight, smoothing, softcap, z_loss):
+    dtype = x.dtype
+    exact = leaf(x)
     scores = softcap * torch.tanh(exact / softcap) if softcap else exact
     dim = 0 if x.dim() == 1 else 1
     losses = F.cross_entropy(
@@ -30,11 +26,8 @@ def check(x, target, weight=None, dtype=None, smoothing=0.0, softcap=0.0, z_loss
     arguments = (-100, 0, smoothing, softcap, z_loss)
     ours, stats = kernels.cross_entropy_forward(x, target, weight, *arguments, dtype)
     dx = kernels.cross_entropy_backward(dy, x, target, weight, stats, *arguments)
-    for mine, true in ((ours, losses.detach()), (dx, expected)):
-        torch.testing.assert_close(
-            mine.double(), true, rtol=0, atol=TOLERANCE[mine.dtype] * max(1.0, float(true.abs().max()))
-        )
-    assert dx.dtype == x.dtype
+    assert_near(TOLERANCE, ours, losses.detach(), ours.dtype, 1.0)
+    assert_near(TOLERANCE, dx, expected, x.dtype, 1.0)
 
 
 def made(shape, dtype):
@@ -45,30 +38,12 @@ def made(shape, dtype):
     return torch.randn(shape).to(dtype), target
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(9,), (5, 1), (5, 37), (130, 10), (2, 4099), (1, 9000), (2, 9, 5, 3), (1, 300, 2)])
-def test_shapes(shape, dtype):
-    x, target = made(shape, dtype)
-    check(x, target)
-    if dtype in (torch.float16, torch.bfloat16):
-        check(x, target, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("shape", [(5, 37), (1, 9000), (2, 9, 5)])
+@pytest.mark.parametrize("shape", [(2, 4099), (1, 9000), (2, 9, 5)])
 def test_options(shape):
     x, target = made(shape, torch.float32)
     weight = torch.rand(shape[1]) + 0.5
     for w, smoothing, softcap, z_loss in itertools.product((None, weight), (0.0, 0.2), (0.0, 2.0), (0.0, 0.1)):
-        check(x, target, w, smoothing=smoothing, softcap=softcap, z_loss=z_loss)
-
-
-def test_layouts():
-    x, target = made((6, 40), torch.float32)
-    for view in (x.t().contiguous().t(), torch.cat((x, x), 1)[:, :40], x[:, :37], x[:1].expand(6, 40)):
-        check(view, target.clamp(max=view.shape[1] - 1))
-    x, target = made((2, 9, 4, 3), torch.float32)
-    check(x.contiguous(memory_format=torch.channels_last), target)
-    check(x.transpose(2, 3), target.transpose(1, 2))
+        check(x, target, w, smoothing, softcap, z_loss)
 
 
 def test_both_ways_of_a_line_are_tested():

@@ -1,34 +1,19 @@
 """The Triton kernels of GroupNorm in the interpreter, against float64."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
-import triton
+import torch.nn.functional as F
 
 from fastlayers.kernels import group_norm
 from fastlayers.kernels.group_norm import group_norm_backward, group_norm_forward
+from tests.kernels.interpreted import ACTIVATIONS, DTYPES, assert_near, gradients, last, layout_of, leaf, tolerances
 
-if not triton.knobs.runtime.interpret:
-    pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
-
-F = torch.nn.functional
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-#: Of the largest result. The interpreter truncates float32 to bfloat16 where a GPU rounds: twice its epsilon.
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-13}
+assert_close = partial(assert_near, tolerances(3e-6, 2e-3, 1.6e-2, 1e-13))
 EPS = 1e-3
 SILU = 2
-#: By code.
-ACTIVATIONS = [
-    lambda z: z,
-    F.relu,
-    F.silu,
-    F.gelu,
-    lambda z: F.gelu(z, approximate="tanh"),
-    F.hardswish,
-    F.relu6,
-    lambda z: F.leaky_relu(z, 0.01),
-]
 
 
 @pytest.fixture(params=["whole", "split"])
@@ -47,27 +32,14 @@ def way(request, monkeypatch):
         plan.cache_clear()
 
 
-def assert_close(actual, expected, dtype, magnitude=0.0, of=None):
-    """Within the tolerance (``of`` a dtype) of the largest result or, where terms cancel, of their ``magnitude``."""
-    assert actual.dtype == dtype
-    assert actual.shape == expected.shape
-    atol = TOLERANCE[of or dtype] * max(magnitude, expected.abs().max().item())
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
-
-
-def layout_of(t):
-    """Strides of the dimensions that have more than one element; those of others mean nothing."""
-    return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
-
-
-def check(x, groups, act=0, parameters=None, dtype=None, dy=None):
-    dtype = dtype or x.dtype
+def check(x, groups, act, parameters=None):
+    dtype = x.dtype
     n, channels = x.shape[:2]
     accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
     weight = bias = None
     if parameters is not None:
         weight, bias = torch.randn(channels).to(parameters), torch.randn(channels).to(parameters)
-    leaves = [None if t is None else t.double().requires_grad_() for t in (x, weight, bias)]
+    leaves = [leaf(t) for t in (x, weight, bias)]
     z = F.group_norm(leaves[0], groups, leaves[1], leaves[2], EPS)
     expected = ACTIVATIONS[act](z)
     y, stats = group_norm_forward(x, groups, weight, bias, EPS, act, dtype, True)
@@ -81,10 +53,8 @@ def check(x, groups, act=0, parameters=None, dtype=None, dy=None):
     rows = x.double().reshape(n * groups, -1)
     assert_close(stats, torch.stack([rows.mean(1), (rows.var(1, correction=0) + EPS).rsqrt()]), accumulator)
 
-    dy = torch.randn(x.shape).to(dtype) if dy is None else dy
-    wanted = [leaf for leaf in leaves if leaf is not None]
-    gradients = dict(zip(map(id, wanted), torch.autograd.grad(expected, wanted, dy.double()), strict=True))
-    exact = [None if leaf is None else gradients[id(leaf)] for leaf in leaves]
+    dy = torch.randn(x.shape).to(dtype)
+    exact = gradients(expected, leaves, dy)
     actual = group_norm_backward(dy, x, groups, weight, bias, stats, act)
     scale = stats[1].max().item() * (1.0 if weight is None else weight.abs().max().item())
     assert_close(actual[0], exact[0], x.dtype, 2 * scale * dy.abs().max().item())
@@ -95,11 +65,6 @@ def check(x, groups, act=0, parameters=None, dtype=None, dy=None):
             assert gradient.shape == (channels,)
         else:
             assert_close(gradient, value, parameters, x.numel() / channels)
-
-
-def last(x):
-    """x with its channels fastest in memory."""
-    return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 SHAPES = [
@@ -123,23 +88,7 @@ def test_shapes(way, shape, groups, layout):
     others = [DTYPES[number % len(DTYPES)]] if (layout is last) == (number // len(DTYPES) % 2) else []
     for dtype in dict.fromkeys((torch.float32, *others)):
         x = layout(torch.randn(shape).to(dtype))
-        # Activations in other dtypes, and without parameters: below.
-        check(x, groups, SILU if dtype is torch.float32 else 0, dtype)
-
-
-@pytest.mark.parametrize("act", range(8))
-def test_activations(way, act):
-    """Each in one layout: it is applied to a value, wherever that lies."""
-    layout = (torch.Tensor.contiguous, last)[act // 2 % 2]
-    others = [(torch.bfloat16, torch.float32), (torch.float64, None)]
-    for dtype, parameters in [(torch.float32, torch.float32), others[act % 2]]:
-        check(layout(torch.randn(1, 12, 4, 5).to(dtype)) * 2, 2, act, parameters)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_float32_result(way, dtype):
-    for parameters in (None, dtype, torch.float32):
-        check(torch.randn(2, 6, 9).to(dtype), 3, SILU, parameters, torch.float32)
+        check(x, groups, SILU if dtype is torch.float32 else 0, dtype if number % 2 else None)
 
 
 def test_the_larger_groups_are_split(way):
@@ -157,31 +106,6 @@ def test_channels_far_apart_are_not_read_group_by_group():
     arguments = ((x.dtype, None, None, x.dtype), 8, EPS, 0, x.device)
     assert group_norm._forward_plan(x.shape, True, *arguments).whole is None
     assert group_norm._forward_plan(x.shape, False, *arguments).whole is not None
-
-
-def views():
-    yield torch.randn(4, 20)[:, 3:18], 5
-    yield torch.randn(2, 6, 8, 5)[:, :, ::2], 2
-    yield torch.randn(2, 8, 3, 5).to(memory_format=torch.channels_last)[:, :6], 3
-    yield torch.randn(4, 2, 4, 5).transpose(0, 1), 2
-    yield torch.randn(241)[1:].view(6, 10, 2, 2), 5
-    yield torch.randn(1, 4, 2, 2).expand(3, 4, 2, 2), 2
-    yield torch.randn(3, 1, 2, 5), 1
-    yield torch.randn(2, 4, 3, 2, 3).to(memory_format=torch.channels_last_3d), 1
-
-
-@pytest.mark.parametrize(
-    ("way", "number"), [(("whole", "split")[i % 2], i) for i in range(len(list(views())))], indirect=["way"]
-)
-def test_views(way, number):
-    """Each in one way: both read x, or the dense copy of it."""
-    x, groups = list(views())[number]
-    before = x.clone()
-    y = torch.randn(x.shape)
-    check(x, groups, SILU, x.dtype)
-    check(y, groups, SILU, x.dtype, dy=x)
-    check(y, groups, dy=torch.tensor(0.5).expand(x.shape))
-    assert torch.equal(x, before)
 
 
 def test_a_mean_far_from_zero_does_not_cancel(way):

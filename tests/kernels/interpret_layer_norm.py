@@ -1,23 +1,18 @@
 """The Triton kernels of LayerNorm and RMSNorm in the interpreter, against float64."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
-import triton
 
 from fastlayers.kernels import layer_norm, norm_rows
 from fastlayers.kernels.layer_norm import add_layer_norm_forward, layer_norm_backward, layer_norm_forward
+from tests.kernels.interpreted import DTYPES, assert_near, gradients, leaf, tolerances
 
-if not triton.knobs.runtime.interpret:
-    pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-HALF = DTYPES[1:3]
-#: Of the largest result. The interpreter truncates float32 to bfloat16 where a GPU rounds: twice its epsilon.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3.2e-2, torch.float64: 1e-13}
+near = partial(assert_near, tolerances(2e-6, 2e-3, 3.2e-2, 1e-13))
 EPS = 1e-5
-KINDS = [*itertools.product([0], DTYPES), *itertools.product([1, 2, 3], HALF)]
+KINDS = [*itertools.product([0], DTYPES), *itertools.product([1, 2, 3], DTYPES[1:3])]
 
 
 @pytest.fixture
@@ -35,13 +30,9 @@ def few_registers(monkeypatch):
         plan.cache_clear()
 
 
-def assert_close(actual, expected, dtype, magnitude=0.0, of=None):
-    """Within the tolerance (``of`` a dtype) of the largest result or, where terms cancel, of their ``magnitude``."""
-    assert actual.dtype == dtype
-    assert actual.shape == expected.shape
+def assert_close(actual, *given, **options):
     assert actual.is_contiguous()
-    atol = TOLERANCE[of or dtype] * max(magnitude, expected.abs().max().item())
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
+    near(actual, *given, **options)
 
 
 def reference(x, weight, bias, shape, kind):
@@ -53,9 +44,8 @@ def reference(x, weight, bias, shape, kind):
     return y if weight is None else y * (1 + weight if kind == 3 else weight)
 
 
-def check(x, weight, bias, dims, kind, residual=None, dtype=None, dy=None, dsum=None):
-    dtype = dtype or x.dtype
-    shape = x.shape[x.dim() - dims :]
+def check(x, weight, bias, dims, kind, residual=None, dsum=None):
+    dtype, shape = x.dtype, x.shape[x.dim() - dims :]
     stats_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if residual is None:
         total = x
@@ -68,7 +58,7 @@ def check(x, weight, bias, dims, kind, residual=None, dtype=None, dy=None, dsum=
     assert torch.equal(y, again)
     assert empty.shape == (0,)
     assert empty.dtype == stats.dtype == stats_dtype
-    leaves = [None if t is None else t.double().requires_grad_() for t in (total, weight, bias)]
+    leaves = [leaf(t) for t in (total, weight, bias)]
     expected = reference(*leaves, shape, kind)
     assert_close(y, expected.detach(), dtype, of=x.dtype)
     rows = total.double().reshape(-1, shape.numel())
@@ -78,10 +68,8 @@ def check(x, weight, bias, dims, kind, residual=None, dtype=None, dy=None, dsum=
     else:
         assert_close(stats, (rows.square().mean(1) + EPS).rsqrt()[None], stats_dtype)
 
-    dy = torch.randn(x.shape).to(dtype) if dy is None else dy
-    wanted = [leaf for leaf in leaves if leaf is not None]
-    gradients = dict(zip(map(id, wanted), torch.autograd.grad(expected, wanted, dy.double()), strict=True))
-    dx, dweight, dbias = (None if leaf is None else gradients[id(leaf)] for leaf in leaves)
+    dy = torch.randn(x.shape).to(dtype)
+    dx, dweight, dbias = gradients(expected, leaves, dy)
     if dsum is not None:
         dx = dx + dsum.double()
     for for_weight, for_bias in itertools.product({False, weight is not None}, {False, bias is not None}):
@@ -101,47 +89,6 @@ def check(x, weight, bias, dims, kind, residual=None, dtype=None, dy=None, dsum=
 
 def parameters(shape, kind, dtype):
     return torch.randn(shape).to(dtype), torch.randn(shape).to(dtype) if kind == 0 else None
-
-
-@pytest.mark.parametrize(("kind", "dtype"), KINDS)
-@pytest.mark.parametrize(
-    ("shape", "dims"),
-    [((1,), 1), ((3, 5), 1), ((2, 3, 70), 1), ((130, 1), 1), ((2, 3, 4, 6), 2), ((5, 1000), 1), ((600, 24), 1)],
-)
-def test_shapes(shape, dims, dtype, kind):
-    x = torch.randn(shape).to(dtype)
-    weight, bias = parameters(shape[len(shape) - dims :], kind, dtype)
-    check(x, weight, bias, dims, kind)
-    check(x, None, None, dims, kind)
-
-
-@pytest.mark.parametrize("kind", range(4))
-@pytest.mark.parametrize("dtype", HALF)
-def test_float32_parameters_and_results(dtype, kind):
-    x, residual = torch.randn(4, 33).to(dtype), torch.randn(4, 33)
-    weight, bias = parameters((33,), kind, torch.float32)
-    for out in (dtype, torch.float32):
-        check(x, weight, bias, 1, kind, dtype=out)
-        check(x, weight.to(dtype), None, 1, kind, dtype=out)
-    check(x, weight, bias, 1, kind, residual, torch.float32)
-
-
-def test_llama_rounds_before_the_weight():
-    x, weight = torch.randn(3, 40).half(), torch.randn(40)
-    y, _ = layer_norm_forward(x, 1, weight, None, EPS, 2, torch.float32, False)
-    normal = x.float() * torch.rsqrt(x.float().square().mean(1, keepdim=True) + EPS)
-    torch.testing.assert_close(y, normal.half() * weight, rtol=1e-6, atol=0)
-    y, _ = layer_norm_forward(x, 1, weight.half(), None, EPS, 2, torch.float16, False)
-    assert torch.equal(y, normal.half() * weight.half())
-
-
-@pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_with_residual(dtype, kind):
-    x, residual, dsum = (torch.randn(7, 60).to(dtype) for _ in range(3))
-    weight, bias = parameters((60,), kind, dtype)
-    check(x, weight, bias, 1, kind, residual, dsum=dsum)
-    check(x, None, None, 1, kind, residual)
-    check(x, weight, bias, 1, kind, x, dsum=dsum[0].expand(7, 60))
 
 
 LONG = [(2, 1500), (5, 1001)]
@@ -188,39 +135,6 @@ def test_a_mean_far_from_zero_does_not_cancel(few_registers, n):
     torch.testing.assert_close(y, torch.nn.functional.layer_norm(x.double(), (n,)).float(), rtol=0, atol=2e-4)
 
 
-def views():
-    yield torch.randn(6, 40)[:, 3:36], 1
-    yield torch.randn(6, 40)[1::2], 1
-    yield torch.randn(40, 6).t(), 1
-    yield torch.randn(241)[1:].view(6, 40), 1
-    yield torch.randn(1, 40).expand(6, 40), 1
-    yield torch.randn(6, 1).expand(6, 40), 1
-    yield torch.randn(2, 3, 4, 5).transpose(1, 2), 2
-
-
-@pytest.mark.parametrize("number", range(len(list(views()))))
-def test_views_of_x_and_of_the_gradients(number):
-    x, dims = list(views())[number]
-    before = x.clone()
-    weight, bias = parameters(x.shape[x.dim() - dims :], 0, x.dtype)
-    y = torch.randn(x.shape)
-    check(x, weight, bias, dims, 0)
-    check(y, weight, bias, dims, 0, x)
-    check(y, weight, bias, dims, 0, dy=x, dsum=x)
-    check(y, weight, bias, dims, 0, dy=torch.tensor(0.5).expand(x.shape))
-    assert torch.equal(x, before)
-
-
-@pytest.mark.parametrize("kind", [0, 1])
-def test_nan_and_infinities(kind):
-    rows = torch.randn(4, 50)
-    rows[1, 3], rows[2, 3], rows[3] = float("nan"), float("inf"), 0.0
-    y, _ = layer_norm_forward(rows, 1, None, None, EPS, kind, rows.dtype, False)
-    functional = torch.nn.functional
-    expected = functional.layer_norm(rows, (50,)) if kind == 0 else functional.rms_norm(rows, (50,), None, EPS)
-    torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("table", ["FORWARD", "BACKWARD"])
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 def test_launch_rule(table, itemsize):
@@ -231,20 +145,3 @@ def test_launch_rule(table, itemsize):
             assert tile.block >= n
             assert tile.rows >= 1
             assert tile.rows * tile.block * max(itemsize, 4) <= 128 * 32 * tile.warps
-
-
-@pytest.mark.parametrize("scaled", DTYPES[:3])
-@pytest.mark.parametrize("dtype", DTYPES[:3])
-def test_modulation_of_one_shape_in_all_dtypes(dtype, scaled):
-    """A launch is compiled for the dtypes of its first tensors; tests/conftest.py sees to it that no others come."""
-    torch.manual_seed(0)
-    x, dy = torch.randn(2, 3, 5, 37).to(dtype)
-    scale, shift = torch.randn(2, 3, 1, 37).to(scaled)
-    y, stats = layer_norm.ada_layer_norm_forward(x, scale, shift, 1, EPS, torch.promote_types(dtype, scaled), keep=True)
-    dx, *others = layer_norm.ada_layer_norm_backward(dy.to(y.dtype), x, scale, stats, 1, dscale=True, dshift=True)
-    wide = [t.double().requires_grad_() for t in (x, scale, shift)]
-    expected = torch.nn.functional.layer_norm(wide[0], (37,), eps=EPS) * (1 + wide[1]) + wide[2]
-    grads = torch.autograd.grad(expected, wide, dy.double())
-    least = max(dtype, scaled, key=lambda d: torch.finfo(d).eps)
-    for actual, exact in zip((y, dx, *others), (expected, *grads), strict=True):
-        assert_close(actual, exact.detach(), actual.dtype, of=least)

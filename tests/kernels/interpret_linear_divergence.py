@@ -2,26 +2,15 @@
 
 import pytest
 import torch
-import triton
 
 from fastlayers.kernels import linear_divergence
 from fastlayers.ops.linear_divergence import _compose_chunk_
+from tests.kernels.interpreted import DTYPES, INF, NAN, largest, tolerances
 
-if not triton.knobs.runtime.interpret:
-    pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-#: Of the largest number. The interpreter truncates float32 to bfloat16 where a GPU rounds: twice its epsilon.
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-12}
+TOLERANCE = tolerances(3e-6, 1e-3, 1.6e-2, 1e-12)
 KINDS = list(linear_divergence.CODES)
-INF, NAN = float("inf"), float("nan")
 PLAIN, ALL = (0.0, 1.0, 0.0, 1.0, 0.3), (3.0, 0.5, 2.0, 1.7, 0.3)
 each = pytest.mark.parametrize("kind", KINDS)
-
-
-def largest(t):
-    finite = t[t.isfinite()].abs()
-    return finite.max().item() if finite.numel() else 0.0
 
 
 def close(ours, exact, dtype, magnitude=0.0):
@@ -52,13 +41,6 @@ def check(student, teacher, kind, numbers=PLAIN, labels=None, pad=3, gradients=(
         else:
             close(chunk[:, :columns], exact[:, :columns], dtype, largest(true) * largest(dlosses))
             assert not chunk[:, columns:].any()
-
-
-@each
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 2), (9, 16), (2, 257), (2, 5001)])
-def test_rows(shape, dtype, kind):
-    check(*(torch.randn(shape).to(dtype) for _ in range(2)), kind)
 
 
 @each

@@ -7,29 +7,25 @@ needs a GPU. To run one file by hand::
     pytest tests/kernels/compile_all.py  # for sm_90, too
 """
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests import ROOT, draw
+from tests import draw
 
 pytest.importorskip("triton")
 
 FOLDER = Path(__file__).parent
 INTERPRETED = sorted(FOLDER.glob("interpret_*.py"))
 #: A process for each: it takes five seconds to import torch and Triton, and to collect.
-SETS = {"compiled": sorted({*FOLDER.glob("*.py")} - {*INTERPRETED, Path(__file__)}), "interpreted": INTERPRETED}
+OTHERS = {*FOLDER.glob("*.py")} - {*INTERPRETED, FOLDER / "interpreted.py", Path(__file__)}
+SETS = {"compiled": sorted(OTHERS), "interpreted": INTERPRETED}
 
 
 # Not marked slow, of which a draw takes one case: each of its processes draws from its own tests.
 @pytest.mark.parametrize("name", SETS)
-def test_triton_kernels(name: str, inner_run: list[str], pytestconfig: pytest.Config) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "0" if name == "compiled" else "1"}
+def test_triton_kernels(name: str, run_tests: Callable[..., None]) -> None:
+    interprets = "0" if name == "compiled" else "1"
     # Every specialisation for sm_90 takes four minutes: make test-gpu compiles them.
-    options = [*inner_run, *draw.options(pytestconfig, draw.FEW), "-k", "not sm_90"]
-    command = [sys.executable, "-m", "pytest", *options, *map(str, SETS[name])]
-    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    run_tests(SETS[name], "-k", "not sm_90", many=draw.FEW, TRITON_INTERPRET=interprets)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fastlayers import DROP_IN
-from tests.functional.test_opinfo import check, checked
+from tests.functional.test_opinfo import check_all
 from tests.harness import DEVICES
 
 pytest.importorskip("expecttest", reason="torch.testing._internal imports it")
@@ -67,14 +67,8 @@ def test_all_layers_have_samples():
 @pytest.mark.parametrize("info", INFOS)
 @pytest.mark.filterwarnings("ignore")
 def test_samples(info, training, autocast, device):
-    layer, failed = Layer(info, training, autocast), []
     fused = forward_of(DROP_IN[info.module_cls], training, autocast)
-    for dtype, index, sample in checked(layer, device, True):
-        try:
-            check(fused, layer, device, dtype, index, sample)
-        except Exception as error:
-            failed.append(f"{dtype}, sample {index}, {sample}: {type(error).__name__}: {error}")
-    assert not failed, f"{len(failed)} samples fail; the first ones:\n" + "\n".join(failed[:5])
+    check_all(fused, Layer(info, training, autocast), device, None, few=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,4 +1,4 @@
-"""linear_cross_entropy and vocab_parallel_cross_entropy beyond the contract: memory, chunks, training, processes."""
+"""linear_cross_entropy and vocab_parallel_cross_entropy beyond test_heads.py: plans of chunks, training, processes."""
 
 from __future__ import annotations
 
@@ -11,34 +11,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fastlayers
-from fastlayers import backends, functional
+from fastlayers import functional
 from fastlayers.ops import head
 from fastlayers.patching.libraries.transformers.deferred_logits import DeferredLogits
 from fastlayers.patching.runtime.lazy import Head, Recipe
 from tests.distributed.processes import run_in_processes
-from tests.harness import DEVICES, assert_close, excess, greatest_error, same_bits
+from tests.harness import DEVICES, assert_close, same_bits
+from tests.ops.heads import Largest, Products, adapter, inputs
 from tests.table.losses import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
-from tests.table.sample import nbytes
 
-REDUCTIONS = ("mean", "sum", "none")
 reference = LINEAR_CROSS_ENTROPY.reference
-
-
-def inputs(rows: int, columns: int, features: int, dtype: torch.dtype = torch.float32, device: str = "cpu"):
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(rows, features, generator=generator).to(device, dtype).requires_grad_()
-    weight = torch.randn(columns, features, generator=generator).mul(0.2).to(device, dtype).requires_grad_()
-    target = torch.randint(columns, (rows,), generator=generator).to(device)
-    return hidden, weight, target
-
-
-def gradients(function, hidden, linear_weight, target, dy=None, **options):
-    return torch.autograd.grad(function(hidden, linear_weight, target, **options), (hidden, linear_weight), dy)
 
 
 # ---- chunks ----------------------------------------------------------------------------------------------------------
@@ -143,176 +128,7 @@ def test_torch_s_options_say_so_too(monkeypatch):
     assert [p.wide for p in plans] == [False, True]
 
 
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operation gives, but for those of one shape."""
-
-    def __init__(self, *besides: torch.Size) -> None:
-        super().__init__()
-        self.besides = (*besides, *(shape[::-1] for shape in besides))
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor) and t.shape not in self.besides:
-                self.elements = max(self.elements, t.numel())
-        return result
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_the_logits_are_never_whole(reduction, dtype):
-    """Nor more of them than a chunk has: forward, backward, the second backward of a retained graph."""
-    hidden, weight, target = inputs(500, 1000, 8, dtype)
-    with Largest(weight.shape) as largest:
-        loss = functional.linear_cross_entropy(hidden, weight, target, reduction=reduction, chunk_size=60)
-        for _ in range(2):
-            torch.autograd.grad(loss, (hidden, weight), torch.ones_like(loss), retain_graph=True)
-    assert 60 * 1000 <= largest.elements <= 60 * 1024
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_rows_without_a_label_are_left_out_of_the_products(reduction, device, monkeypatch):
-    monkeypatch.setattr(head, "GPU_LEAST_WAITED", 0)
-    rows: list[int] = []
-    plan = head.plan
-    monkeypatch.setattr(head, "plan", lambda *args: rows.append(args[0]) or plan(*args))
-    hidden, weight, target = inputs(500, 1000, 8, torch.float64, device)
-    target[torch.rand(500, device=device) < 0.6] = -100
-    kept = int((target != -100).sum())
-    options = {"reduction": reduction, "chunk_size": 60}
-    dy = torch.randn(500 if reduction == "none" else (), dtype=torch.float64, device=device)
-    found = gradients(functional.linear_cross_entropy, hidden, weight, target, dy, **options)
-    assert rows == [kept] * len(rows) != []
-    assert_close(found, gradients(reference_of(reduction), hidden, weight, target, dy))
-    assert not found[0][target == -100].any()
-
-
-def reference_of(reduction: str):
-    return lambda hidden, weight, target: F.cross_entropy(F.linear(hidden, weight), target, reduction=reduction)
-
-
-def test_without_gradient_nothing_but_the_loss_is_computed():
-    hidden, weight, target = inputs(500, 1000, 8)
-    products = []
-
-    class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if "mm" in str(function):
-                products.append(function)
-            return function(*args, **(kwargs or {}))
-
-    def count(*wanted: bool, grad: bool = True) -> int:
-        products.clear()
-        with torch.set_grad_enabled(grad), Products():
-            h, w = (t.detach().requires_grad_(wants) for t, wants in zip((hidden, weight), wanted, strict=True))
-            functional.linear_cross_entropy(h, w, target, chunk_size=100)
-        return len(products)
-
-    assert count(True, True, grad=False) == 5
-    assert count(False, False) == 5
-    assert count(True, False) == count(False, True) == 10
-    assert count(True, True) == 15
-
-
-def test_left_alone_large_calls_are_chunked(monkeypatch):
-    hidden, weight, target = inputs(2000, 700, 8)
-    monkeypatch.setattr(head, "CPU_LEAST", 2000 * 700)
-    with Largest(weight.shape) as largest:
-        functional.linear_cross_entropy(hidden, weight, target)
-    assert largest.elements < 2000 * 700
-    with Largest(weight.shape) as largest:
-        functional.linear_cross_entropy(hidden[:-1], weight, target[:-1])
-    assert largest.elements == 1999 * 700
-    with backends.backend("eager"), Largest(weight.shape) as largest:  # the composition, whatever its size
-        functional.linear_cross_entropy(hidden, weight, target, chunk_size=10)
-    assert largest.elements == 2000 * 700
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("chunk_size", [40, 64, 512])
-def test_half_weight_gradient_errs_no_more_than_torchs(dtype, chunk_size):
-    """Summed in its own dtype over up to nine chunks, in float32 over more."""
-    hidden, weight, target = inputs(512, 300, 64, dtype)
-    ours = gradients(functional.linear_cross_entropy, hidden, weight, target, chunk_size=chunk_size)
-    stock = gradients(reference, hidden, weight, target)
-    wide = (t.detach().double().requires_grad_() for t in (hidden, weight))
-    exact = gradients(reference, *wide, target)
-    for mine, theirs, true in zip(ours, stock, exact, strict=True):
-        assert excess(mine, true, greatest_error(theirs, true)) is None
-
-
-def test_float16_gradients_do_not_vanish():
-    """A softmax of 1e-6, divided by the number of rows, is 0 in float16; a GradScaler comes after that."""
-    hidden, weight, target = inputs(256, 4000, 16, torch.float16)
-    class_weight = torch.rand(4000).half() * 1000
-    scaled = torch.tensor(1024.0, dtype=torch.float16)
-    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    for options in ({}, {"weight": class_weight}):
-        ours = gradients(functional.linear_cross_entropy, hidden, weight, target, scaled, chunk_size=64, **options)
-        wide = {name: value.double() for name, value in options.items()}
-        true = gradients(reference, *exact, target, scaled.double(), **wide)
-        for mine, right in zip(ours, true, strict=True):
-            assert float((mine.double() - right).norm() / right.norm()) < 2e-3
-
-
 # ---- autograd --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_backward_may_be_repeated(reduction):
-    """The first one hands its memory out; the next ones give the same bits all the same."""
-    hidden, weight, target = inputs(50, 33, 8)
-    loss = functional.linear_cross_entropy(hidden, weight, target, reduction=reduction, chunk_size=16)
-    dy = torch.full_like(loss, 3.0)
-    first = torch.autograd.grad(loss, (hidden, weight), dy, retain_graph=True)
-    kept = [g.clone() for g in first]
-    for g in first:
-        g.zero_()  # it is the caller's
-    second = torch.autograd.grad(loss, (hidden, weight), dy, retain_graph=True)
-    third = torch.autograd.grad(loss, (hidden, weight), 2 * dy)
-    assert all(map(same_bits, second, kept))
-    assert_close(third, tuple(2 * g for g in kept))
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(loss, (hidden, weight), dy)
-
-
-def test_what_is_kept():
-    """References to the inputs and the gradients, which are the very tensors that the backward gives."""
-    hidden, weight, target = inputs(50, 33, 8)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        loss = functional.linear_cross_entropy(hidden, weight, target, chunk_size=16)
-    assert sum(map(nbytes, kept)) == 2 * nbytes(hidden) + 2 * nbytes(weight) + nbytes(target)
-    loss.backward()
-    assert {hidden.grad.data_ptr(), weight.grad.data_ptr()} <= {t.data_ptr() for t in kept}
-
-
-def test_weights_changed_before_the_backward_are_noticed():
-    hidden, weight, target = inputs(50, 33, 8)
-    loss = functional.linear_cross_entropy(hidden, weight, target, chunk_size=16)
-    with torch.no_grad():
-        weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_second_derivatives_of_a_hidden_that_comes_from_the_weight(reduction):
-    """The gradient by the weight is that of the product alone; what came through hidden is added by autograd."""
-    _, weight, target = inputs(20, 13, 6, torch.float64)
-
-    def loss_of(function, **options):
-        hidden = F.embedding(target, weight).tanh()
-        return function(hidden, weight, target, reduction=reduction, **options).square().sum()
-
-    def penalised(function, **options):
-        loss = loss_of(function, **options)
-        (g,) = torch.autograd.grad(loss, weight, create_graph=True)
-        return torch.autograd.grad(loss + g.square().sum(), weight)
-
-    assert_close(penalised(functional.linear_cross_entropy, chunk_size=7), penalised(reference))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -335,25 +151,6 @@ def test_tied_weights_and_accumulation(device, dtype):
     assert float((ours - stock).norm() / stock.norm()) < tolerance
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_autocast(reduction, low, device):
-    """float32 parameters get float32 gradients, hidden in either dtype, inside of a region that has ended."""
-    hidden, weight, target = inputs(100, 65, 16, device=device)
-    bias = torch.randn(65, device=device, requires_grad=True)
-    leaves = (hidden, weight, bias)
-    for cast in (torch.float32, low):
-        found = []
-        for function, options in ((functional.linear_cross_entropy, {"chunk_size": 30}), (reference, {})):
-            with torch.autocast(device, low):
-                loss = function(hidden.to(cast), weight, target, linear_bias=bias, reduction=reduction, **options)
-            found.append((loss, *torch.autograd.grad(loss, leaves, torch.ones_like(loss))))
-        for ours, stock in zip(*found, strict=True):
-            assert ours.dtype == stock.dtype == torch.float32
-            assert float((ours - stock).detach().norm() / stock.detach().norm()) < 4 * torch.finfo(low).eps
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
 def test_checkpoint_of_head_and_loss(device, use_reentrant):
@@ -374,64 +171,18 @@ def test_checkpoint_of_head_and_loss(device, use_reentrant):
 # ---- low rank --------------------------------------------------------------------------------------------------------
 
 
-def adapter(rows: int, columns: int, rank: int, dtype: torch.dtype = torch.float32, device: str = "cpu"):
-    generator = torch.Generator().manual_seed(1)
-    shapes = ((rows, rank), (columns, rank))
-    return tuple(torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes)
-
-
 def test_a_frozen_weight_has_no_product_for_a_gradient():
     hidden, weight, target = inputs(500, 1000, 8)
     weight.requires_grad_(False)
     low_rank = adapter(500, 1000, 4)
-    shapes = []
-
-    class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if "mm" in str(function):
-                shapes.append(tuple(result.shape))
-            return result
-
-    with Products(), Largest(weight.shape) as largest:
+    with Products() as products, Largest(weight.shape) as largest:
         functional.linear_cross_entropy(hidden, weight, target, low_rank=low_rank, chunk_size=100).backward()
-    logits, thin_gradients = (100, 1000), [(100, 4), (1000, 4)]
+    logits, thin_gradients, shapes = (100, 1000), [(100, 4), (1000, 4)], products.shapes
     assert [s for s in shapes if s[1] >= 100] == [logits] * 10
     assert [s for s in shapes if s[1] == 4] == thin_gradients * 5
     assert [s for s in shapes if s[1] == 8] == [(100, 8)] * 5
     assert largest.elements < 100 * 1024 + 1
     assert weight.grad is None
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("columns", [300, 333])
-def test_float32_adapter_beside_a_16_bit_weight(columns, reduction, low, device):
-    """As peft has it. It errs no more than torch does on an adapter of 16 bits, and its gradients are float32."""
-    hidden, weight, target = inputs(256, columns, 64, low, device)
-    target[::5] = -100
-    low_rank = adapter(256, columns, 8, device=device)
-    leaves = (hidden, *low_rank)
-    dy = torch.randn(256 if reduction == "none" else (), generator=torch.Generator().manual_seed(2)).to(device)
-
-    def answers(function, hidden, weight, low_rank, **options):
-        loss = function(hidden, weight, target, low_rank=low_rank, reduction=reduction, **options)
-        return loss, *torch.autograd.grad(loss, (hidden, *low_rank), dy.to(loss.dtype))
-
-    ours = answers(functional.linear_cross_entropy, hidden, weight.detach(), low_rank, chunk_size=40)
-    assert [g.dtype for g in ours[1:]] == [t.dtype for t in leaves]
-    narrow = [t.detach().to(low).requires_grad_() for t in low_rank]
-    stock = answers(reference, hidden, weight.detach(), narrow)
-    exact = [t.detach().double().requires_grad_() for t in (hidden, weight, *low_rank)]
-    true = answers(reference, exact[0], exact[1].detach(), exact[2:])
-    for mine, theirs, right in zip(ours, stock, true, strict=True):
-        limit = greatest_error(theirs.detach(), right.detach())
-        assert excess(mine.detach().to(theirs.dtype), right.detach(), limit) is None
-    composed = answers(functional.linear_cross_entropy, hidden, weight.detach(), low_rank)  # few logits, in torch ops
-    assert [t.dtype for t in composed] == [t.dtype for t in ours]
-    for mine, right in zip(composed, true, strict=True):
-        assert float((mine - right).detach().norm() / right.detach().norm()) < 4 * torch.finfo(low).eps
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
@@ -450,144 +201,7 @@ def test_adapter_under_autocast(low):
         assert float((ours - stock).detach().norm() / stock.detach().norm()) < 4 * torch.finfo(low).eps
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_backward_through_an_adapter_may_be_repeated(reduction):
-    hidden, weight, target = inputs(50, 33, 8)
-    target[::3] = -100
-    low_rank = adapter(50, 33, 4)
-    options = {"reduction": reduction, "low_rank": low_rank, "chunk_size": 16}
-    loss = functional.linear_cross_entropy(hidden, weight, target, **options)
-    dy = torch.full_like(loss, 3.0)
-    first, second = (torch.autograd.grad(loss, (hidden, weight, *low_rank), dy, retain_graph=True) for _ in range(2))
-    assert all(map(same_bits, first, second))
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_second_derivatives_through_lora(reduction):
-    """hidden and the adapter's input come from the same leaf, and the weight is frozen."""
-    x, weight, target = inputs(20, 13, 6, torch.float64)
-    target[::3] = -100
-    down = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    up = adapter(20, 13, 3, torch.float64)[1]
-
-    def penalised(function, **options):
-        hidden = x.tanh()
-        low_rank = (F.linear(hidden, down) * 2, up)
-        loss = (
-            function(hidden, weight.detach(), target, low_rank=low_rank, reduction=reduction, **options).square().sum()
-        )
-        grads = torch.autograd.grad(loss, (x, down, up), create_graph=True)
-        return torch.autograd.grad(loss + sum(g.square().sum() for g in grads), (x, down, up))
-
-    assert_close(penalised(functional.linear_cross_entropy, chunk_size=7), penalised(reference))
-
-
-@pytest.mark.parametrize("function", [functional.linear_cross_entropy, functional.linear_log_prob])
-def test_compiled_graph_keeps_the_chunks_of_an_adapter(function):
-    torch._dynamo.reset()
-    hidden, weight, target = inputs(50, 33, 8)
-    low_rank = adapter(50, 33, 4)
-    graphs = []
-
-    def look(graph, example):
-        from torch._dynamo.backends.debugging import aot_eager
-
-        graphs.append(graph.code)
-        return aot_eager(graph, example)
-
-    compiled = torch.compile(function, fullgraph=True, backend=look)
-    found = []
-    for call in (compiled, function):
-        loss = call(hidden, weight.detach(), target, low_rank=low_rank, chunk_size=16).sum()
-        found.append((loss, *torch.autograd.grad(loss, (hidden, *low_rank))))
-    assert_close(*found)
-    assert f"fastlayers.{function.__name__}" in graphs[0]
-
-
-@pytest.mark.parametrize("function", [functional.linear_cross_entropy, functional.linear_log_prob])
-def test_what_it_says_of_an_adapter(function):
-    hidden, weight, target = inputs(20, 13, 8)
-    for chunk_size in (None, 4):
-        for wrong in (adapter(20, 1, 4), adapter(1, 13, 4), (*adapter(20, 13, 4)[:1], torch.randn(13, 5))):
-            with pytest.raises(RuntimeError):  # a sum of products would broadcast
-                function(hidden, weight, target, low_rank=wrong, chunk_size=chunk_size)
-        mixed = (adapter(20, 13, 4)[0], torch.randn(13, 4, dtype=torch.float64))
-        with pytest.raises(RuntimeError, match="dtype"):
-            function(hidden, weight, target, low_rank=mixed, chunk_size=chunk_size)
-    with pytest.raises(TypeError, match="expected low_rank to be a pair of tensors or None, but got Tensor"):
-        function(hidden, weight, target, low_rank=torch.randn(2, 4))
-    with backends.backend("cpu"), pytest.raises(backends.BackendError, match="float32 beside"):
-        function(hidden, weight, target, low_rank=adapter(20, 13, 4, torch.float64))
-
-
-# ---- torch.compile and the registered ops ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_compiled_graph_keeps_the_chunks(reduction, device):
-    torch._dynamo.reset()
-    hidden, weight, target = inputs(50, 33, 8, device=device)
-    bias = torch.randn(33, device=device)
-    options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 0.1}
-    graphs = []
-
-    def look(graph, example):
-        from torch._dynamo.backends.debugging import aot_eager
-
-        graphs.append(graph.code)
-        return aot_eager(graph, example)
-
-    compiled = torch.compile(functional.linear_cross_entropy, fullgraph=True, backend=look)
-    loss = compiled(hidden, weight, target, linear_bias=bias, chunk_size=16, **options)
-    expected = reference(hidden, weight, target, linear_bias=bias, **options)
-    dy = torch.randn_like(loss)
-    assert_close(loss, expected)
-    assert_close(torch.autograd.grad(loss, (hidden, weight), dy), torch.autograd.grad(expected, (hidden, weight), dy))
-    assert "fastlayers.linear_cross_entropy" in graphs[0]
-    with torch.no_grad():
-        assert_close(compiled(hidden, weight, target, linear_bias=bias, chunk_size=16, **options), expected)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("reduction", [0, 1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_opcheck(reduction, dtype, device):
-    hidden, weight, target = inputs(20, 13, 8, dtype, device)
-    options = (0.1, 0.0, 0.1, 0.5, None, 7, None)
-    wanted = (True, True, False, True, True)
-    names = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
-    op = torch.ops.fastlayers.linear_cross_entropy_forward.default
-    thin = (torch.randn(20, 3, dtype=dtype, device=device), torch.randn(13, 3, dtype=dtype, device=device))
-    tensors = (hidden.detach(), weight.detach(), None, *thin, target, None)
-    torch.library.opcheck(op, (*tensors, -100, reduction, *options, wanted), test_utils=names)
-    if reduction == 0:
-        tensors = (torch.ones(20, device=device, dtype=dtype), *tensors)
-        op = torch.ops.fastlayers.linear_cross_entropy_backward.default
-        torch.library.opcheck(op, (*tensors, -100, *options, wanted))
-
-
-def test_second_derivative_of_the_registered_op_raises():
-    hidden, weight, target = inputs(20, 13, 8)
-    op = torch.ops.fastlayers.linear_cross_entropy
-    loss = op(hidden, weight, None, None, None, target, None, -100, 1, 0.0, 0.0, 0.0, 1.0, None, 7, None)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(loss, hidden, create_graph=True)
-
-
-# ---- mistakes --------------------------------------------------------------------------------------------------------
-
-
-def test_what_it_says_of_mistakes():
-    hidden, weight, target = inputs(20, 13, 8)
-    with pytest.raises(ValueError, match="chunk_size of at least 1 row or None, but got 0"):
-        functional.linear_cross_entropy(hidden, weight, target, chunk_size=0)
-    with pytest.raises(ValueError, match="softcap above 0 or None, but got -1"):
-        functional.linear_cross_entropy(hidden, weight, target, softcap=-1.0)
-    with pytest.raises(TypeError, match="logit_scale to be a number, but got Tensor"):
-        functional.linear_cross_entropy(hidden, weight, target, logit_scale=torch.tensor(2.0))
-    with pytest.raises(IndexError):
-        functional.linear_cross_entropy(hidden, weight, target + 1000, chunk_size=7)
+# ---- layers ----------------------------------------------------------------------------------------------------------
 
 
 def test_layer_says_what_differs():

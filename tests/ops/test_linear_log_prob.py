@@ -1,70 +1,16 @@
-"""linear_log_prob beyond the contract: memory, rows without a label, extreme logits, the kernels of a chunk."""
+"""linear_log_prob beyond test_heads.py: extreme logits, and the parts of a sharded vocabulary."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from fastlayers import functional
 from fastlayers.ops import head, linear_log_prob
-from tests.harness import DEVICES, excess, greatest_error
-from tests.ops.test_linear_cross_entropy import Largest, adapter, inputs
+from tests.harness import DEVICES
+from tests.ops.heads import inputs
 from tests.table.losses import LINEAR_LOG_PROB
 
 reference = LINEAR_LOG_PROB.reference
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_logits_are_never_whole(dtype):
-    hidden, weight, target = inputs(500, 1000, 8, dtype)
-    with Largest(weight.shape) as largest:
-        found = functional.linear_log_prob(hidden, weight, target, entropy=True, chunk_size=60)
-        torch.autograd.grad(found, (hidden, weight), [torch.ones_like(t) for t in found])
-    assert 60 * 1000 <= largest.elements <= 60 * 1024
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("columns", [300, 333])
-def test_float32_adapter_beside_a_frozen_weight_of_16_bits(columns, device):
-    hidden, weight, target = inputs(256, columns, 64, torch.bfloat16, device)
-    target[::5] = -100
-    low_rank = adapter(256, columns, 8, device=device)
-    dys = torch.randn(2, 256, generator=torch.Generator().manual_seed(2)).to(device)
-
-    def answers(function, hidden, weight, low_rank, **options):
-        found = function(hidden, weight, target, low_rank=low_rank, entropy=True, **options)
-        return *found, *torch.autograd.grad(found, (hidden, *low_rank), [*dys.to(found[0].dtype)])
-
-    ours = answers(functional.linear_log_prob, hidden, weight.detach(), low_rank, chunk_size=40)
-    assert [g.dtype for g in ours[2:]] == [torch.bfloat16, torch.float32, torch.float32]
-    narrow = [t.detach().bfloat16().requires_grad_() for t in low_rank]
-    stock = answers(reference, hidden, weight.detach(), narrow)
-    exact = [t.detach().double().requires_grad_() for t in (hidden, weight, *low_rank)]
-    true = answers(reference, exact[0], exact[1].detach(), exact[2:])
-    for mine, theirs, right in zip(ours, stock, true, strict=True):
-        limit = greatest_error(theirs.detach(), right.detach())
-        assert excess(mine.detach().to(theirs.dtype), right.detach(), limit) is None
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("entropy", [False, True])
-def test_rows_without_a_label_are_left_out_of_the_products(entropy, device, monkeypatch):
-    monkeypatch.setattr(head, "GPU_LEAST_WAITED", 0)
-    rows: list[int] = []
-    plan = head.plan
-    monkeypatch.setattr(head, "plan", lambda *args: rows.append(args[0]) or plan(*args))
-    hidden, weight, target = inputs(500, 1000, 8, torch.float64, device)
-    target[torch.rand(500, device=device) < 0.6] = -100
-    kept = int((target != -100).sum())
-    answers = []
-    for function, options in ((functional.linear_log_prob, {"chunk_size": 60}), (reference, {})):
-        found = function(hidden, weight, target, entropy=entropy, **options)
-        found = found if entropy else (found,)
-        dys = [torch.linspace(-1, 1, 500, dtype=torch.float64, device=device)] * len(found)
-        answers.append((*found, *torch.autograd.grad(found, (hidden, weight), dys)))
-    assert rows == [kept, kept]
-    torch.testing.assert_close(*answers)
-    assert not answers[0][0][target == -100].any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -130,30 +76,3 @@ def test_of_some_of_the_classes(chunked, device, monkeypatch):
         strict=True,
     ):
         torch.testing.assert_close(own, right)
-
-
-def test_left_alone_large_calls_are_chunked(monkeypatch):
-    hidden, weight, target = inputs(2000, 700, 8)
-    monkeypatch.setattr(head, "CPU_LEAST", 2000 * 700)
-    with Largest(weight.shape) as largest:
-        functional.linear_log_prob(hidden, weight, target)
-    assert largest.elements < 2000 * 700
-
-
-def test_a_class_that_is_none():
-    hidden, weight, target = inputs(10, 7, 8)
-    with pytest.raises(IndexError, match="Target 7 is out of bounds"):
-        functional.linear_log_prob(hidden, weight, target.fill_(7), chunk_size=4)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"softcap": 0.0}, ValueError, "expected a softcap above 0 or None, but got 0.0"),
-        ({"chunk_size": 0}, ValueError, "expected a chunk_size of at least 1 row or None, but got 0"),
-        ({"logit_scale": "2"}, TypeError, "expected logit_scale to be a number, but got str"),
-    ],
-)
-def test_options_that_are_refused(options, error, message):
-    with pytest.raises(error, match=rf"linear_log_prob\(\): {message}"):
-        functional.linear_log_prob(*inputs(10, 7, 8), **options)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,9 +11,9 @@ from torch import Tensor
 
 from fastlayers import backends, functional
 from fastlayers.ops import head, linear_topk
-from tests import ROOT, draw
+from tests import draw
 from tests.harness import DEVICES, assert_no_worse, same_bits
-from tests.ops.test_linear_cross_entropy import Largest, inputs
+from tests.ops.heads import Largest, inputs, planned
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -183,10 +181,7 @@ def test_accuracy(share, dtype, device, backend, monkeypatch):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_without_a_label_are_left_out_of_the_product(device, monkeypatch):
-    monkeypatch.setattr(head, "GPU_LEAST_WAITED", 0)
-    rows: list[int] = []
-    plan = head.plan
-    monkeypatch.setattr(head, "plan", lambda *args: rows.append(args[0]) or plan(*args))
+    rows = planned(monkeypatch)
     hidden, weight, target = inputs(500, 1000, 8, device=device)
     target[torch.rand(500, device=device) < 0.6] = -100
     functional.linear_accuracy(hidden, weight, target, chunk_size=60)
@@ -277,16 +272,6 @@ def test_compiles_to_one_graph(compiled, device):
     )  # fmt: skip
     torch.testing.assert_close(found, expected)
     assert [t.requires_grad for t in found] == [False, False, False, False, True]
-
-
-@pytest.mark.parametrize("op", ["linear_topk", "linear_accuracy"])
-def test_opcheck(op):
-    hidden, weight, target = (t.detach() for t in inputs(20, 50, 8))
-    args = {
-        "linear_topk": (hidden.view(4, 5, 8), weight, None, None, None, 3, 0.0, 1.0, True, torch.bfloat16, 7),
-        "linear_accuracy": (hidden, weight, None, hidden[:, :2], weight[:, :2], target, -100, None, 7),
-    }
-    torch.library.opcheck(getattr(torch.ops.fastlayers, op).default, args[op])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -435,12 +420,6 @@ CHOSEN = "(triton or forced_kernel) and not float16"
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="Triton interprets here already")
-def test_in_the_interpreter(inner_run, pytestconfig):
+def test_in_the_interpreter(run_tests):
     pytest.importorskip("triton")
-    options = [*inner_run, *draw.options(pytestconfig, draw.FEW)]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-m", "not gpu", "-k", CHOSEN, __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert " passed" in run.stdout.splitlines()[-1]
+    run_tests([__file__], "-m", "not gpu", "-k", CHOSEN, many=draw.FEW, TRITON_INTERPRET="1")

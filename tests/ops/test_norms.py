@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fastlayers
 from fastlayers import backends, functional
 from fastlayers.ops import layer_norm, reference
-from tests.harness import DEVICES, PLACES, Place, assert_close, assert_no_worse, needs_gpu, same_bits
+from tests.harness import DEVICES, PLACES, Place, assert_close, assert_no_worse, needs_gpu
 
 EVERYWHERE = pytest.mark.parametrize(
     "place", [pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend != "cpu"]
@@ -69,23 +69,12 @@ def test_running_statistics(layers, shape, settings, place):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_running_statistics_of_bfloat16(dtype, place):
     """x in bfloat16, as autocast leaves it, with parameters and statistics of float32 or of its own dtype."""
-    if place == Place("cpu", "triton"):
-        pytest.skip("the interpreter rounds to 16 bits in its own way")
     stock, fused = nn.BatchNorm2d(8).to(place.device, dtype), fastlayers.FusedBatchNorm2d(8).to(place.device, dtype)
     for seed in range(3):
         x = images(place.device, 4, 8, 5, 5, seed=seed, dtype=torch.bfloat16)
         with backends.backend(place.backend):
             ours = fused(x)
         assert_no_worse((ours, fused.state_dict()), lambda stock, x: (stock(x), stock.state_dict()), stock, x)
-
-
-@EVERYWHERE
-def test_no_statistics_are_written_in_eval(place):
-    layer = fastlayers.FusedBatchNorm1d(6).to(place.device).eval()
-    before = copy.deepcopy(layer.state_dict())
-    with backends.backend(place.backend):
-        step(layer, images(place.device, 5, 6))
-    assert all(same_bits(now, before[name]) for name, now in layer.state_dict().items())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -225,8 +214,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 @pytest.mark.parametrize("casting", CASTING)
 def test_casting_order(casting, parameters, dtype, place):
     """The dtype of the code of the model libraries, and its values where a sum in another order lets them be."""
-    if place == Place("cpu", "triton") and dtype != torch.float32:
-        pytest.skip("the interpreter rounds to 16 bits in its own way")
+    if place == Place("cpu", "triton") and dtype == torch.bfloat16:
+        pytest.skip("the interpreter truncates to bfloat16")
     layer = CASTING[casting](96).to(place.device, dtype if parameters == "same" else torch.float32)
     with torch.no_grad():
         layer.weight.add_(images(place.device, 96, seed=5, dtype=layer.weight.dtype))
@@ -254,8 +243,6 @@ def test_unknown_casting_order(function):
 @EVERYWHERE
 def test_default_eps(dtype, place):
     """eps=None: the epsilon of the type that is computed in, which shows on tiny values."""
-    if place == Place("cpu", "triton") and dtype in (torch.float16, torch.bfloat16):
-        pytest.skip("the interpreter rounds to 16 bits in its own way")
     x = images(place.device, 4, 32, dtype=dtype) * (1e-8 if dtype == torch.float64 else 3e-4)
     weight = torch.ones(32, device=place.device, dtype=dtype)
     with backends.backend(place.backend):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fastlayers import backends, functional
 from fastlayers.ops import quantized
 from tests.harness import assert_close, excess, greatest_error, same_bits
-from tests.ops.test_linear_cross_entropy import Largest, adapter, inputs
+from tests.ops.heads import Largest, adapter, inputs
 from tests.table.losses import LINEAR_CROSS_ENTROPY, LINEAR_LOG_PROB
 
 aten = torch.ops.aten

@@ -58,17 +58,6 @@ def test_only_one_result_is_used(place, used):
     assert ours[1 - used] is None
 
 
-@pytest.mark.parametrize("place", EVERYWHERE)
-def test_turning_back(place):
-    """The gradient of a rotation is the rotation by the opposite angle, and a pair keeps its length."""
-    q, k = (heads(2, n, 5, 16, device=place.device, seed=n, dtype=torch.float64).requires_grad_() for n in (6, 2))
-    cos, sin = (t.repeat(1, 2) for t in tables(5, 8, device=place.device, dtype=torch.float64))
-    with backends.backend(place.backend):
-        outs = functional.rotary(q, k, cos, sin)
-        back = torch.autograd.grad(outs, (q, k), outs)
-    assert_close(back, (q.detach(), k.detach()))
-
-
 # ---- as model libraries write it -------------------------------------------------------------------------------------
 
 
@@ -152,8 +141,6 @@ LIBRARY_CODE = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("place", EVERYWHERE)
 def test_library_code(name, dtype, place):
-    if place == Place("cpu", "triton") and dtype != torch.float32:
-        pytest.skip("the interpreter rounds to 16 bits in its own way")
     stock, fused, shape, heads_last = LIBRARY_CODE[name]
     cos, sin = tables(*shape, device=place.device, dtype=dtype)
     q, k = (projected(2, 7, n, 16, device=place.device, dtype=dtype, seed=n) for n in (6, 2))

@@ -318,31 +318,28 @@ def run_shard(dtype: torch.dtype, device: str) -> None:
         vocab_parallel._shard_backward(lse, x, target, lse, share, columns, options)
 
 
+#: What is no row: its name, the backend, None for the one that is chosen, the dtypes, and the call.
+CALLS: tuple[tuple[str, str | None, tuple[torch.dtype, ...], Callable[..., None]], ...] = (
+    ("dropout", "cuda", DTYPES, run_dropout),
+    ("dropout", "triton", DTYPES[1:], run_dropout),
+    ("scale", "cuda", DTYPES, functools.partial(run_scale, backend="cuda")),
+    ("scale", "triton", DTYPES[1:], functools.partial(run_scale, backend="triton")),
+    ("gather", "cuda", DTYPES, run_gather),
+    ("statistics", "cuda", DTYPES, run_statistics),
+    ("a patched block", None, DTYPES, run_patched),
+    ("autocast", "cuda", DTYPES[:1], run_under_autocast),
+    ("pointwise", "triton", DTYPES[1:], run_pointwise),
+    ("topk", "triton", DTYPES, run_topk),
+    ("shard", "triton", DTYPES, run_shard),
+    ("sync_batch_norm", "triton", DTYPES, run_sync_batch_norm),
+    ("an adapter", "triton", (torch.float16, torch.bfloat16), run_adapter),
+)
+
+
 def more() -> Iterator[Case]:
-    bf16, f32 = torch.bfloat16, torch.float32
-    for backend, dtype in (("cuda", f32), ("cuda", bf16), ("triton", bf16)):
-        yield Case(MORE, "dropout", dtype, backend, lambda device, dtype=dtype: run_dropout(dtype, device))
-        yield Case(
-            MORE,
-            "scale",
-            dtype,
-            backend,
-            lambda device, dtype=dtype, backend=backend: run_scale(dtype, device, backend),
-        )
-    for dtype in DTYPES:
-        yield Case(MORE, "gather", dtype, "cuda", lambda device, dtype=dtype: run_gather(dtype, device))
-        yield Case(MORE, "statistics", dtype, "cuda", lambda device, dtype=dtype: run_statistics(dtype, device))
-        yield Case(MORE, "a patched block", dtype, None, lambda device, dtype=dtype: run_patched(dtype, device))
-    yield Case(MORE, "autocast", f32, "cuda", lambda device: run_under_autocast(f32, device))
-    yield Case(MORE, "pointwise", bf16, "triton", lambda device: run_pointwise(bf16, device))
-    for dtype in DTYPES:
-        yield Case(MORE, "topk", dtype, "triton", lambda device, dtype=dtype: run_topk(dtype, device))
-        yield Case(MORE, "shard", dtype, "triton", lambda device, dtype=dtype: run_shard(dtype, device))
-        yield Case(
-            MORE, "sync_batch_norm", dtype, "triton", lambda device, dtype=dtype: run_sync_batch_norm(dtype, device)
-        )
-    for dtype in (torch.float16, bf16):
-        yield Case(MORE, "an adapter", dtype, "triton", lambda device, dtype=dtype: run_adapter(dtype, device))
+    for name, backend, dtypes, run in CALLS:
+        for dtype in dtypes:
+            yield Case(MORE, name, dtype, backend, functools.partial(run, dtype))
 
 
 def whole_blocks() -> Iterator[Case]:

@@ -170,7 +170,6 @@ GROUP_NORM = Op(
         Sample("one value a group", (Input((1, 6, 1)), 6)),
         Sample("one dimension", (Input((6,)), 2)),
         Sample("weight of another shape", (Input((2, 6, 3)), 2, Input((3,)))),
-        Sample("not a tensor", ([1.0, 2.0], 1)),
     ),
     layers=(
         Layer(fastlayers.FusedGroupNorm(2, 8), Sample("of a layer", (Input(IMAGE), 2)), 1),
@@ -305,7 +304,6 @@ BATCH_NORM_MISTAKES = (
     Sample("weight of another shape", (Input((2, 6, 3)), None, None, Input((3,)), None, True)),
     Sample("residual of another shape", (Input((2, 6)), None, None, None, None, True),
            {"residual": Input((3, 5)), "act": "relu"}),
-    Sample("not a tensor", ([1.0, 2.0], None, None, None, None, True)),
 )  # fmt: skip
 
 

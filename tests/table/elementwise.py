@@ -120,7 +120,6 @@ def broadcasts(refused: tuple[str, ...]) -> tuple[Sample, ...]:
 
 PAIR_MISTAKES = (
     Sample("shapes that do not broadcast", (Input((2, 3)), Input((2, 4)))),
-    Sample("not tensors", ("a", "b")),
     Sample("None", (Input((2, 3)), None)),
 )
 
@@ -460,7 +459,6 @@ SCALE_ADD = Op(
         scaled("shapes that do not broadcast", (2, 3), (4,)),
         scaled("residual that does not broadcast", (2, 3), (3,), residual=Input((2, 4))),
         scaled("drop_path above 1", (2, 3), (3,), kwargs={"drop_path": 1.5}),
-        Sample("not tensors", ("a", "b", "c")),
     ),
     layers=(Layer(fastlayers.FusedScaleAdd(37, None), scaled("of a layer", (5, 37), None), 2),),
     matrix=lambda x: (x, x, Input((x.shape[0], 1))),

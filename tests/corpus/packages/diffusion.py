@@ -44,6 +44,13 @@ WIDTHS: dict[str, Any] = {"block_out_channels": (32, 64), "layers_per_block": 1,
 HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
 
 
+#: Of transformers with layers for both streams and for one.
+SINGLES: dict[str, Any] = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16}
+SINGLES |= {"joint_attention_dim": 32}
+ENCODED: dict[str, Any] = {"down_block_types": ("DownEncoderBlock2D",) * 2}
+CODED: dict[str, Any] = ENCODED | {"up_block_types": ("UpDecoderBlock2D",) * 2}
+
+
 def blocks(down: str, up: str, suffix: str = "2D", plain: str = "") -> dict[str, Any]:
     """The options for one block with attention and one without it, down and up."""
     downs = (f"{down}DownBlock{suffix}", f"{plain}DownBlock{suffix}")
@@ -160,21 +167,12 @@ UNETS: dict[str, Recipe] = {
 }
 
 AUTOENCODERS: dict[str, Recipe] = {
-    "AutoencoderKL": (
-        WIDTHS | {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2},
-        lambda: images(32),
-    ),
+    "AutoencoderKL": (WIDTHS | CODED, lambda: images(32)),
     "AsymmetricAutoencoderKL": (
-        {"down_block_types": ("DownEncoderBlock2D",) * 2, "down_block_out_channels": (32, 64)}
-        | {"up_block_types": ("UpDecoderBlock2D",) * 2, "up_block_out_channels": (32, 64), "norm_num_groups": 8},
+        CODED | {"down_block_out_channels": (32, 64), "up_block_out_channels": (32, 64), "norm_num_groups": 8},
         lambda: (images(32), torch.ones(2, 1, 32, 32)),
     ),
-    "VQModel": (
-        WIDTHS
-        | {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-        | {"norm_type": "spatial", "num_vq_embeddings": 16},
-        lambda: images(32),
-    ),
+    "VQModel": (WIDTHS | CODED | {"norm_type": "spatial", "num_vq_embeddings": 16}, lambda: images(32)),
     "ConsistencyDecoderVAE": (
         {"encoder_block_out_channels": (32, 64), "encoder_down_block_types": ("DownEncoderBlock2D",) * 2}
         | {"encoder_layers_per_block": 1, "decoder_block_out_channels": (32, 64), "decoder_layers_per_block": 1}
@@ -183,7 +181,7 @@ AUTOENCODERS: dict[str, Recipe] = {
         lambda: images(32),
     ),
     "AutoencoderKLTemporalDecoder": (
-        {"down_block_types": ("DownEncoderBlock2D",) * 2, "block_out_channels": (32, 64)},
+        ENCODED | {"block_out_channels": (32, 64)},
         lambda: {"sample": images(32), "num_frames": 2},
     ),
     "AutoencoderDC": (
@@ -257,14 +255,7 @@ TRANSFORMERS: dict[str, Recipe] = {
         lambda: diffused(4, 8, 8, pooled_projections=torch.randn(2, 24)),
     ),
     "FluxTransformer2DModel": (
-        {
-            "in_channels": 4,
-            "num_layers": 1,
-            "num_single_layers": 1,
-            "attention_head_dim": 16,
-            "axes_dims_rope": (4, 4, 8),
-        }
-        | {"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 24, "guidance_embeds": True},
+        SINGLES | {"in_channels": 4, "axes_dims_rope": (4, 4, 8), "pooled_projection_dim": 24, "guidance_embeds": True},
         lambda: diffused(
             *(16, 4),
             timestep=torch.rand(2),
@@ -275,15 +266,9 @@ TRANSFORMERS: dict[str, Recipe] = {
         ),
     ),
     "ChromaTransformer2DModel": (
-        {
-            "in_channels": 4,
-            "num_layers": 1,
-            "num_single_layers": 1,
-            "attention_head_dim": 16,
-            "axes_dims_rope": (4, 4, 8),
-        }
-        | {"num_attention_heads": 2, "joint_attention_dim": 32, "approximator_num_channels": 8}
-        | {"approximator_hidden_dim": 32, "approximator_layers": 1},
+        SINGLES
+        | {"in_channels": 4, "axes_dims_rope": (4, 4, 8), "approximator_num_channels": 8, "approximator_hidden_dim": 32}
+        | {"approximator_layers": 1},
         lambda: diffused(16, 4, timestep=torch.rand(2), img_ids=positions(16), txt_ids=torch.zeros(8, 3)),
     ),
     "AuraFlowTransformer2DModel": (

@@ -331,23 +331,15 @@ def clip(frames: int, size: int) -> torch.Tensor:
     return torch.randn(2, 3, frames, size, size)
 
 
+def convolutions(pool: tuple[int, int, int], **options: Any) -> dict[str, Any]:
+    return {"stem_dim_out": 8, "model_num_class": 4, "head_pool_kernel_size": pool} | options
+
+
 VIDEO: dict[str, Recipe] = {
-    "resnet.create_resnet": (
-        {"stem_dim_out": 8, "model_num_class": 4, "head_pool_kernel_size": (4, 2, 2)},
-        lambda: clip(4, 64),
-    ),
-    "resnet.create_acoustic_resnet": (
-        {"stem_dim_out": 8, "model_num_class": 4, "head_pool_kernel_size": (1, 1, 1)},
-        lambda: torch.randn(2, 1, 32, 1, 48),
-    ),
-    "csn.create_csn": (
-        {"stem_dim_out": 8, "model_num_class": 4, "head_pool_kernel_size": (1, 2, 2)},
-        lambda: clip(8, 32),
-    ),
-    "r2plus1d.create_r2plus1d": (
-        {"stem_dim_out": 8, "model_num_class": 4, "head_pool_kernel_size": (1, 1, 1), "head_activation": None},
-        lambda: clip(4, 32),
-    ),
+    "resnet.create_resnet": (convolutions((4, 2, 2)), lambda: clip(4, 64)),
+    "resnet.create_acoustic_resnet": (convolutions((1, 1, 1)), lambda: torch.randn(2, 1, 32, 1, 48)),
+    "csn.create_csn": (convolutions((1, 2, 2)), lambda: clip(8, 32)),
+    "r2plus1d.create_r2plus1d": (convolutions((1, 1, 1), head_activation=None), lambda: clip(4, 32)),
     "x3d.create_x3d": (
         {"input_clip_length": 4, "input_crop_size": 64, "model_num_class": 4, "width_factor": 1.0, "depth_factor": 1.0}
         | {"head_dim_out": 64, "head_activation": None},
@@ -375,16 +367,10 @@ VIDEO: dict[str, Recipe] = {
     "accelerator.mobile_cpu.efficient_x3d.EfficientX3d": ({"num_classes": 4}, lambda: clip(4, 160)),
 }
 
-UNTRAINED: dict[str, Any] = {"pretrained": False}
+DESCRIPTORS = ("HardNet", "HardNet8", "SOSNet", "TFeat", "HyNet", "OriNet", "KeyNet")
 
 KORNIA: dict[str, Recipe] = {
-    "feature.HardNet": (UNTRAINED, gray),
-    "feature.HardNet8": (UNTRAINED, gray),
-    "feature.SOSNet": (UNTRAINED, gray),
-    "feature.TFeat": (UNTRAINED, gray),
-    "feature.HyNet": (UNTRAINED, gray),
-    "feature.OriNet": (UNTRAINED, gray),
-    "feature.KeyNet": (UNTRAINED, gray),
+    **{f"feature.{name}": ({"pretrained": False}, gray) for name in DESCRIPTORS},
     "models.vit.VisionTransformer": (
         {"image_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "dropout_rate": 0.1},
         lambda: images(32),

@@ -25,31 +25,57 @@ def filled(model: nn.Module) -> nn.Module:
     return model
 
 
-def sample(model: nn.Module, inputs: Any) -> Sample:
+def drawn(found: Sample, name: str) -> Sample:
+    """With random values in a parameter that the package leaves uninitialised."""
+    nn.init.normal_(found.model.get_parameter(name))
+    return found
+
+
+def sample(model: nn.Module, inputs: Any, fill: bool = True) -> Sample:
+    model = filled(model) if fill else model
     if isinstance(inputs, dict):
-        return Sample(filled(model), kwargs=inputs)
-    return Sample(filled(model), inputs if isinstance(inputs, tuple) else (inputs,))
+        return Sample(model, kwargs=inputs)
+    return Sample(model, inputs if isinstance(inputs, tuple) else (inputs,))
 
 
-def load(module: str) -> Any:
-    """A module, the random numbers as they were: to import some packages draws a few."""
+def load(path: str) -> Any:
+    """A module, or what ``module:name`` refers to, the random numbers as they were: to import some draws a few."""
+    module, _, name = path.partition(":")
     with torch.random.fork_rng(devices=[]):
-        return import_module(module)
+        found = import_module(module)
+    return getattr(found, name) if name else found
 
 
-def build(module: str, kind: str, options: dict[str, Any], inputs: Callable[[], Any]) -> Sample:
-    """A model by the class or function ``kind`` of a module."""
-    return sample(getattr(load(module), kind)(**options), inputs())
+def build(path: str, options: dict[str, Any], inputs: Callable[[], Any], fill: bool = True) -> Sample:
+    """What the class or function ``module:name`` makes of the options, and the arguments of a call."""
+    return sample(load(path)(**options), inputs(), fill)
 
 
-def models(package: str, module: str, recipes: dict[str, Recipe]) -> dict[str, Callable[[], Sample]]:
-    """The builders of a package's models by name, where ``Kind/variant`` is of the class ``Kind``."""
+def models(package: str, module: str, recipes: dict[str, Recipe], fill: bool = True) -> dict[str, Callable[[], Sample]]:
+    """The builders of a package's models by name.
+
+    ``Kind/variant`` is of the class ``Kind`` of the module, and ``function as Kind/variant`` what a function makes.
+    """
     made = dict[str, Callable[[], Sample]]()
-    for name, (options, inputs) in recipes.items():
-        path, slash, variant = name.partition("/")
-        path, _, kind = f"{module}.{path}".rpartition(".")
-        made[f"{package}:{kind}{slash}{variant}"] = partial(build, path, kind, options, inputs)
+    for key, (options, inputs) in recipes.items():
+        path, _, name = key.partition(" as ")
+        path, _, kind = f"{module}.{path.partition('/')[0]}".rpartition(".")
+        name = name or kind + "".join(key.partition("/")[1:])
+        made[f"{package}:{name}"] = partial(build, f"{path}:{kind}", options, inputs, fill)
     return made
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape)
+
+
+def words(*shape: int) -> torch.Tensor:
+    """Numbers of words out of 30. The first three, for padding and the like, do not occur."""
+    return torch.randint(3, 30, shape)
+
+
+def numbers(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
 
 
 def steps() -> torch.Tensor:

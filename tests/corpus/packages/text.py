@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.corpus.models import Sample, images
-from tests.corpus.packages.calls import drawn, lengths, load, noise, sample, tokens
+from tests.corpus.packages.recipes import Recipe, build, drawn, load, models, noise, numbers, words
 
 __all__ = ["MODELS"]
 
@@ -28,21 +28,14 @@ READ: dict[str, Any] = {"context_length": 16, "vocab_size": 30, "width": 32, "he
 def clip(
     path: str, seen: dict[str, Any], read: dict[str, Any], size: int = 32, length: int = 16, **options: Any
 ) -> Sample:
-    return sample(
-        f"open_clip.{path}",
-        images(size),
-        tokens(2, length),
-        embed_dim=32,
-        vision_cfg=load("open_clip.model:CLIPVisionCfg")(**{**SEEN, **seen}),
-        text_cfg=load("open_clip.model:CLIPTextCfg")(**{**READ, **read}),
-        **options,
-    )
+    options["vision_cfg"] = load("open_clip.model:CLIPVisionCfg")(**SEEN | seen)
+    options["text_cfg"] = load("open_clip.model:CLIPTextCfg")(**READ | read)
+    inputs = images(size), words(2, length)
+    return build(f"open_clip.{path}", {"embed_dim": 32, **options}, lambda: inputs, fill=False)
 
 
 def coca() -> Sample:
-    writing = load("open_clip.coca_model:MultimodalCfg")(
-        context_length=16, vocab_size=30, width=32, heads=4, layers=2, attn_pooler_heads=4
-    )
+    writing = load("open_clip.coca_model:MultimodalCfg")(**READ, attn_pooler_heads=4)
     seen = {"attentional_pool": True, "attn_pooler_queries": 8, "attn_pooler_heads": 4, "output_tokens": True}
     read = {"embed_cls": True, "output_tokens": True}
     found = clip("coca_model:CoCa", seen, read, length=15, multimodal_cfg=writing)
@@ -93,6 +86,13 @@ YOLO = {
 }  # fmt: skip
 
 
+DETECTORS: dict[str, Recipe] = {
+    "RTDETRNet": (
+        {"variant": "r18", "num_classes": 4, "num_queries": 20, "hidden_dim": 64, "pretrained_backbone": False},
+        lambda: images(64),
+    ),
+}
+
 T5 = {"vocab_size": 30, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 T5 |= {"use_cache": False, "decoder_start_token_id": 0}
 
@@ -101,19 +101,18 @@ def tuned(kind: str, base: str = "Llama", **options: Any) -> Sample:
     """A small language model of transformers with what a method of peft adds to it."""
     import transformers
 
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     if base == "Llama":
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         configuration = transformers.LlamaConfig(vocab_size=30, num_key_value_heads=2, use_cache=False, **sizes)
         model = transformers.LlamaForCausalLM(configuration)
     elif base == "Bert":
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=30, **sizes))
     else:
         model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))
-    words = tokens(2, 12)
-    labels = lengths(0, 1) if base == "Bert" else words
+    ids = words(2, 12)
+    labels = numbers(0, 1) if base == "Bert" else ids
     adapted = load("peft:get_peft_model")(model, load(f"peft:{kind}Config")(**options))
-    return Sample(adapted, (), {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": labels})
+    return Sample(adapted, (), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
 
 
 LLAMA = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj", "up_proj"]}
@@ -142,9 +141,9 @@ PEFT: dict[str, Callable[[], Sample]] = {
 def sentences(*names: str, **options: Any) -> Sample:
     """A pipeline of sentence-transformers behind embeddings of words, which are given as numbers already."""
     modules = "sentence_transformers.sentence_transformer.modules"
-    words = [f"w{number}" for number in range(30)]
-    tokenizer = load(f"{modules}.tokenizer:WhitespaceTokenizer")(words, do_lower_case=False)
-    table = noise(len(words), 16).numpy()
+    vocabulary = [f"w{number}" for number in range(30)]
+    tokenizer = load(f"{modules}.tokenizer:WhitespaceTokenizer")(vocabulary, do_lower_case=False)
+    table = noise(len(vocabulary), 16).numpy()
     pipeline = [load(f"{modules}:WordEmbeddings")(tokenizer, table, update_embeddings=True)]
     width = 16
     for name in names:
@@ -153,12 +152,8 @@ def sentences(*names: str, **options: Any) -> Sample:
     pipeline.append(load(f"{modules}:Pooling")(width, pooling_mode=("mean", "max")))
     pipeline.append(load("sentence_transformers.base.modules:Dense")(2 * width, 12))
     model = load("sentence_transformers:SentenceTransformer")(modules=pipeline, device="cpu")
-    words_given = {
-        "input_ids": tokens(2, 12),
-        "attention_mask": torch.ones(2, 12, dtype=torch.long),
-        "sentence_lengths": lengths(12, 12),
-    }
-    return Sample(model, (words_given,))
+    mask = torch.ones(2, 12, dtype=torch.long)
+    return Sample(model, ({"input_ids": words(2, 12), "attention_mask": mask, "sentence_lengths": numbers(12, 12)},))
 
 
 TEXT: dict[str, Callable[[], Sample]] = {
@@ -170,34 +165,22 @@ TEXT: dict[str, Callable[[], Sample]] = {
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def tabnet(**options: Any) -> Sample:
-    """A table with columns of numbers, of which two may be categories."""
-    columns = noise(16, 10)
-    columns[:, [1, 3]] = torch.randint(0, 5, (16, 2)).float()
-    return sample(
-        "pytorch_tabnet.tab_network:TabNet",
+def columns() -> torch.Tensor:
+    """Of numbers, of which two may be categories."""
+    found = noise(16, 10)
+    found[:, [1, 3]] = torch.randint(0, 5, (16, 2)).float()
+    return found
+
+
+TABNET: dict[str, Any] = {"input_dim": 10, "virtual_batch_size": 8, "group_attention_matrix": torch.eye(10)}
+TABLES: dict[str, Recipe] = {
+    "TabNet": (TABNET | {"output_dim": 4}, columns),
+    "TabNet/entmax": (
+        TABNET
+        | {"output_dim": 4, "mask_type": "entmax", "cat_idxs": [1, 3], "cat_dims": [5, 7], "cat_emb_dim": [3, 3]},
         columns,
-        input_dim=10,
-        output_dim=4,
-        virtual_batch_size=8,
-        group_attention_matrix=torch.eye(10),
-        **options,
-    )
-
-
-TABLES: dict[str, Callable[[], Sample]] = {
-    "pytorch-tabnet:TabNet": tabnet,
-    "pytorch-tabnet:TabNet/entmax": lambda: tabnet(
-        mask_type="entmax", cat_idxs=[1, 3], cat_dims=[5, 7], cat_emb_dim=[3, 3]
     ),
-    "pytorch-tabnet:TabNetPretraining": lambda: sample(
-        "pytorch_tabnet.tab_network:TabNetPretraining",
-        noise(16, 10),
-        input_dim=10,
-        pretraining_ratio=0.3,
-        virtual_batch_size=8,
-        group_attention_matrix=torch.eye(10),
-    ),
+    "TabNetPretraining": (TABNET | {"pretraining_ratio": 0.3}, lambda: noise(16, 10)),
 }
 
 
@@ -222,22 +205,15 @@ COLUMNS: dict[str, Any] = {
 
 def forecaster(kind: str, loss: str = "MAE", **options: Any) -> Sample:
     """A model of 6 steps after 12 steps of the series."""
-    steps = {
-        **{f"{part}_cont": noise(2, length, 3) for part, length in (("encoder", 12), ("decoder", 6))},
-        **{f"{part}_cat": tokens(2, length, 0) for part, length in (("encoder", 12), ("decoder", 6))},
-        **{f"{part}_target": noise(2, length) for part, length in (("encoder", 12), ("decoder", 6))},
-        "encoder_lengths": lengths(12, 12),
-        "decoder_lengths": lengths(6, 6),
-        "target_scale": torch.ones(2, 2),
-    }
-    transform = load("pytorch_forecasting.data.encoders:TorchNormalizer")(method="identity", center=False)
-    return sample(
-        f"pytorch_forecasting.models:{kind}",
-        steps,
-        loss=load(f"pytorch_forecasting.metrics:{loss}")(),
-        output_transformer=transform,
-        **options,
+    steps = {"target_scale": torch.ones(2, 2)}
+    for part, length in (("encoder", 12), ("decoder", 6)):
+        steps |= {f"{part}_cont": noise(2, length, 3), f"{part}_cat": words(2, length, 0)}
+        steps |= {f"{part}_target": noise(2, length), f"{part}_lengths": numbers(length, length)}
+    options["output_transformer"] = load("pytorch_forecasting.data.encoders:TorchNormalizer")(
+        method="identity", center=False
     )
+    options["loss"] = load(f"pytorch_forecasting.metrics:{loss}")()
+    return build(f"pytorch_forecasting.models:{kind}", options, lambda: (steps,), fill=False)
 
 
 WINDOW = {"context_length": 12, "prediction_length": 6}
@@ -272,8 +248,14 @@ def edges() -> torch.Tensor:
     return torch.cat([pairs, pairs.flip(0)], dim=1)
 
 
-def graph(path: str, *more: Any, **options: Any) -> Sample:
-    return sample(f"torch_geometric.nn:{path}", noise(NODES, 16), edges(), *more, **options)
+def nodes(*more: Any) -> tuple[Any, ...]:
+    """With features, the edges between them, and more."""
+    return noise(NODES, 16), edges(), *more
+
+
+def halves() -> torch.Tensor:
+    """To which of two graphs a node belongs."""
+    return torch.arange(NODES) // 12
 
 
 def stack(arguments: str, layer: Callable[[], nn.Module], *more: Any) -> Sample:
@@ -307,41 +289,41 @@ def all_pairs(positions: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tenso
     return torch.stack([row, column]), (positions[row] - positions[column]).norm(dim=-1)
 
 
-def attentive() -> Sample:
+WIDTHS = {"in_channels": 16, "hidden_channels": 32, "out_channels": 4}
+BASIC = WIDTHS | {"num_layers": 3}
+PNA = {"aggregators": ["mean", "max", "std"], "scalers": ["identity", "amplification"]}
+
+
+def attributed() -> tuple[torch.Tensor, ...]:
+    """Nodes whose edges have features too."""
     ends = edges()
-    return graph(
-        "AttentiveFP",
-        noise(ends.shape[1], 8),
-        torch.arange(NODES) // 12,
-        in_channels=16,
-        hidden_channels=32,
-        out_channels=4,
-        edge_dim=8,
-        num_layers=2,
-        num_timesteps=2,
-        dropout=0.1,
-    )
+    return noise(NODES, 16), ends, noise(ends.shape[1], 8), halves()
 
 
-#: The models of one scheme by their names here: the class and its options.
-BASIC: dict[str, tuple[str, dict[str, Any]]] = {
-    "GCN": ("GCN", {"norm": "batch_norm", "dropout": 0.1}),
-    "GCN/jk": ("GCN", {"jk": "cat", "act": "gelu", "norm": "layer_norm", "act_first": True}),
-    "GraphSAGE": ("GraphSAGE", {"norm": "graph_norm", "aggr": "mean"}),
-    "GraphSAGE/jk": ("GraphSAGE", {"jk": "lstm", "project": True, "aggr": "max"}),
-    "GIN": ("GIN", {"norm": "pair_norm", "train_eps": True}),
-    "GAT": ("GAT", {"heads": 4, "dropout": 0.1, "act": "elu"}),
-    "GAT/v2": ("GAT", {"heads": 4, "v2": True, "norm": "instance_norm"}),
-    "PNA": ("PNA", {"aggregators": ["mean", "max", "std"], "scalers": ["identity", "amplification"], "deg": None}),
-    "EdgeCNN": ("EdgeCNN", {"norm": "layer_norm", "act": "leaky_relu"}),
+NETWORKS: dict[str, Recipe] = {
+    "GCN": (BASIC | {"norm": "batch_norm", "dropout": 0.1}, nodes),
+    "GCN/jk": (BASIC | {"jk": "cat", "act": "gelu", "norm": "layer_norm", "act_first": True}, nodes),
+    "GraphSAGE": (BASIC | {"norm": "graph_norm", "aggr": "mean"}, nodes),
+    "GraphSAGE/jk": (BASIC | {"jk": "lstm", "project": True, "aggr": "max"}, nodes),
+    "GIN": (BASIC | {"norm": "pair_norm", "train_eps": True}, nodes),
+    "GAT": (BASIC | {"heads": 4, "dropout": 0.1, "act": "elu"}, nodes),
+    "GAT/v2": (BASIC | {"heads": 4, "v2": True, "norm": "instance_norm"}, nodes),
+    "PNA": (BASIC | PNA | {"deg": numbers(0, 2, 6, 8, 6, 2)}, nodes),
+    "EdgeCNN": (BASIC | {"norm": "layer_norm", "act": "leaky_relu"}, nodes),
+    "GraphUNet": (WIDTHS | {"depth": 3}, nodes),
+    "AttentiveFP": (WIDTHS | {"edge_dim": 8, "num_layers": 2, "num_timesteps": 2, "dropout": 0.1}, attributed),
+    "LINKX": (WIDTHS | {"num_nodes": NODES, "num_layers": 2, "dropout": 0.1}, nodes),
+    "SGFormer": (WIDTHS | {"trans_num_heads": 2}, lambda: nodes(halves())),
+    "Polynormer": (
+        WIDTHS | {"hidden_channels": 16, "local_layers": 2, "heads": 2, "pre_ln": True},
+        lambda: nodes(halves()),
+    ),
+    "SchNet": (
+        {"hidden_channels": 32, "num_filters": 32, "num_interactions": 2, "num_gaussians": 16}
+        | {"interaction_graph": all_pairs},
+        lambda: (torch.randint(1, 10, (NODES,)), noise(NODES, 3), halves()),
+    ),
 }
-
-
-def basic(name: str) -> Sample:
-    kind, options = BASIC[name]
-    if "deg" in options:
-        options = {**options, "deg": lengths(0, 2, 6, 8, 6, 2)}
-    return graph(kind, in_channels=16, hidden_channels=32, num_layers=3, out_channels=4, **options)
 
 
 def deep() -> Sample:
@@ -355,7 +337,6 @@ def deep() -> Sample:
 
 
 GRAPHS: dict[str, Callable[[], Sample]] = {
-    **{name: partial(basic, name) for name in BASIC},
     "GPSConv": lambda: stack(
         "x, edge_index",
         lambda: load("torch_geometric.nn:GPSConv")(
@@ -389,52 +370,16 @@ GRAPHS: dict[str, Callable[[], Sample]] = {
         edges(),
     ),
     "DeepGCNLayer": deep,
-    "GraphUNet": lambda: graph("GraphUNet", in_channels=16, hidden_channels=32, out_channels=4, depth=3),
-    "AttentiveFP": attentive,
-    "LINKX": lambda: graph(
-        "LINKX", num_nodes=NODES, in_channels=16, hidden_channels=32, out_channels=4, num_layers=2, dropout=0.1
-    ),
-    "SGFormer": lambda: graph(
-        "SGFormer", torch.arange(NODES) // 12, in_channels=16, hidden_channels=32, out_channels=4, trans_num_heads=2
-    ),
-    "Polynormer": lambda: graph(
-        "Polynormer",
-        torch.arange(NODES) // 12,
-        in_channels=16,
-        hidden_channels=16,
-        out_channels=4,
-        local_layers=2,
-        heads=2,
-        pre_ln=True,
-    ),
-    "SchNet": lambda: sample(
-        "torch_geometric.nn:SchNet",
-        torch.randint(1, 10, (NODES,)),
-        noise(NODES, 3),
-        torch.arange(NODES) // 12,
-        hidden_channels=32,
-        num_filters=32,
-        num_interactions=2,
-        num_gaussians=16,
-        interaction_graph=all_pairs,
-    ),
 }
 
 MODELS: dict[str, Callable[[], Sample]] = {
     **{f"open_clip_torch:{name}": builder for name, builder in CLIPS.items()},
     **{f"ultralytics:{kind}/{name}": partial(yolo, kind, f"{name}.yaml") for name, kind in YOLO.items()},
-    "rtdetr:RTDETRNet": lambda: sample(
-        "rtdetr.nn:RTDETRNet",
-        images(64),
-        variant="r18",
-        num_classes=4,
-        num_queries=20,
-        hidden_dim=64,
-        pretrained_backbone=False,
-    ),
+    **models("rtdetr", "rtdetr.nn", DETECTORS, fill=False),
     **{f"peft:{name}": builder for name, builder in PEFT.items()},
     **TEXT,
-    **TABLES,
+    **models("pytorch-tabnet", "pytorch_tabnet.tab_network", TABLES, fill=False),
     **{f"pytorch-forecasting:{name}": builder for name, builder in FORECASTERS.items()},
+    **models("torch_geometric", "torch_geometric.nn", NETWORKS, fill=False),
     **{f"torch_geometric:{name}": builder for name, builder in GRAPHS.items()},
 }

@@ -23,9 +23,14 @@ def made(path: str, inputs: Inputs, **options: Any) -> Sample:
     return Sample(getattr(import_module(module), name)(**options), inputs())
 
 
-def table(package: str, place: str, inputs: Inputs, entries: dict[str, Any], **shared: Any) -> dict[str, Any]:
-    """Builders by name, of entries ``Class/variant: options`` or ``Class/variant: (path of the class, options)``."""
-    builders = dict[str, Any]()
+def table(
+    package: str, inputs: Inputs, shared: dict[str, Any], entries: dict[str, Any], place: str = ""
+) -> dict[str, Any]:
+    """Builders by name, of entries ``Class/variant: options`` or ``Class/variant: (path of the class, options)``.
+
+    The place of the classes is the module that the package's name says, unless another one is given.
+    """
+    builders, place = dict[str, Any](), place or package.replace("-", "_")
     for name, entry in entries.items():
         path, options = entry if isinstance(entry, tuple) else (name.partition("/")[0], entry)
         builders[f"{package}:{name}"] = partial(made, f"{place}.{path}", inputs, **shared | options)
@@ -90,6 +95,8 @@ VISION = {
     "DistillableViT": ("distill.DistillableViT", {}),
 }
 
+MAX_VIT = {"dim": 32, "dim_conv_stem": 16, "dim_head": 16, "depth": (1, 1), "window_size": 4}
+MAX_VIT |= {"mbconv_expansion_rate": 2}
 STAGES: dict[str, Any] = {
     "T2TViT": (
         "t2t.T2TViT",
@@ -134,14 +141,8 @@ STAGES: dict[str, Any] = {
         {"dim": 16, "heads": (1, 2), "depth": (1, 2), "ssa_dim_key": 16, "reduction_factor": (4, 2)}
         | {"window_size": (8, None), "ff_expansion_factor": 2},
     ),
-    "MaxViT": (
-        "max_vit.MaxViT",
-        {"dim": 32, "dim_conv_stem": 16, "dim_head": 16, "depth": (1, 1), "window_size": 4, "mbconv_expansion_rate": 2},
-    ),
-    "MaxViT/registers": (
-        "max_vit_with_registers.MaxViT",
-        {"dim": 32, "dim_conv_stem": 16, "dim_head": 16, "depth": (1, 1), "window_size": 4, "mbconv_expansion_rate": 2},
-    ),
+    "MaxViT": ("max_vit.MaxViT", MAX_VIT),
+    "MaxViT/registers": ("max_vit_with_registers.MaxViT", MAX_VIT),
     "NesT": (
         "nest.NesT",
         {"image_size": 64, "patch_size": 8, "dim": 16, "heads": 2, "dim_head": 16, "num_hierarchies": 3}
@@ -188,56 +189,46 @@ def positions_of_patches() -> Sample:
 
 
 VIT_PYTORCH: dict[str, Callable[[], Sample]] = {
-    **table("vit-pytorch", "vit_pytorch", pictures, VISION, **FLAT_HEADS),
-    **table("vit-pytorch", "vit_pytorch", partial(pictures, 64), STAGES, num_classes=4),
+    **table("vit-pytorch", pictures, FLAT_HEADS, VISION),
+    **table("vit-pytorch", partial(pictures, 64), {"num_classes": 4}, STAGES),
     **table(
         "vit-pytorch",
-        "vit_pytorch",
         clip,
+        VIDEO,
         {
             "ViT/3d": ("vit_3d.ViT", {}),
             "SimpleViT/3d": ("simple_vit_3d.SimpleViT", {}),
         },
-        **VIDEO,
     ),
     **table(
         "vit-pytorch",
-        "vit_pytorch",
         clip,
+        {key: value for key, value in VIDEO.items() if key != "depth"} | {"spatial_depth": 2, "temporal_depth": 2},
         {
             "ViViT/encoder": ("vivit.ViViT", {"variant": "factorized_encoder"}),
             "ViViT/attention": ("vivit.ViViT", {"variant": "factorized_self_attention", "use_flash_attn": False}),
         },
-        **{key: value for key, value in VIDEO.items() if key != "depth"},
-        spatial_depth=2,
-        temporal_depth=2,
     ),
     **table(
         "vit-pytorch",
-        "vit_pytorch",
         partial(vectors, 3, 64),
+        FLAT | {"seq_len": 64, "patch_size": 8, "dim_head": 16},
         {"ViT/1d": ("vit_1d.ViT", {}), "SimpleViT/1d": ("simple_vit_1d.SimpleViT", {})},
-        **FLAT,
-        seq_len=64,
-        patch_size=8,
-        dim_head=16,
     ),
     **table(
         "vit-pytorch",
-        "vit_pytorch",
         partial(pictures, 56),
+        {"num_classes": 4},
         {"SepViT": ("sep_vit.SepViT", {"dim": 16, "depth": (1, 2), "heads": (1, 2), "dim_head": 16})},
-        num_classes=4,
     ),
     **table(
         "vit-pytorch",
-        "vit_pytorch",
         differing_sizes,
+        FLAT_HEADS,
         {
             "NaViT": ("na_vit.NaViT", {}),
             "NaViT/nested": ("na_vit_nested_tensor.NaViT", {"token_dropout_prob": 0.1}),
         },
-        **FLAT_HEADS,
     ),
     "vit-pytorch:MAE": partial(masked, "vit_pytorch.mae.MAE", decoder_dim=24, decoder_heads=2, decoder_dim_head=16),
     "vit-pytorch:SimMIM": partial(masked, "vit_pytorch.simmim.SimMIM"),
@@ -427,42 +418,37 @@ def vision_around(path: str, **options: Any) -> Sample:
 ATTENTION: dict[str, Callable[[], Sample]] = {
     **table(
         "linear-attention-transformer",
-        "linear_attention_transformer",
         tokens,
+        LANGUAGE | {"local_attn_window_size": 16},
         {
             "LinearAttentionTransformerLM": {"causal": True, "ff_glu": True},
             "LinearAttentionTransformerLM/rotary": {"use_rotary_emb": True, "shift_tokens": True, "ff_chunks": 2},
             "LinearAttentionTransformerLM/local": {"n_local_attn_heads": 2, "ff_dropout": 0.1},
         },
-        **LANGUAGE,
-        local_attn_window_size=16,
     ),
     **table(
         "linear-attention-transformer",
-        "linear_attention_transformer.images",
         partial(vectors, 16, 8, 8),
+        {},
         {"ImageLinearAttention": {"chan": 16, "key_dim": 8, "value_dim": 8, "heads": 2}},
+        "linear_attention_transformer.images",
     ),
     **table(
         "performer-pytorch",
-        "performer_pytorch",
         tokens,
+        LANGUAGE | {"ff_mult": 2},
         {
             "PerformerLM": {},
             "PerformerLM/generalized": {"generalized_attention": True, "use_scalenorm": True, "tie_embed": True},
             "PerformerLM/rezero": {"use_rezero": True, "ff_glu": True, "shift_tokens": True, "no_projection": True},
             "PerformerLM/local": {"local_attn_heads": 2, "local_window_size": 16},
         },
-        **LANGUAGE,
-        ff_mult=2,
     ),
     **table(
         "performer-pytorch",
-        "performer_pytorch",
         partial(vectors, 32, 32),
+        SMALL | {"dim_head": 8},
         {"Performer": {}, "Performer/dropout": {"attn_dropout": 0.1, "ff_dropout": 0.1, "qkv_bias": False}},
-        **SMALL,
-        dim_head=8,
     ),
     "performer-pytorch:PerformerEncDec": partial(
         made, "performer_pytorch.PerformerEncDec", pairs, tie_token_embeds=True, **both_sides(dim_head=8)
@@ -472,8 +458,8 @@ ATTENTION: dict[str, Callable[[], Sample]] = {
     ),
     **table(
         "perceiver-pytorch",
-        "perceiver_pytorch",
         partial(channels_last, 16),
+        PERCEIVER_IMAGE,
         {
             "Perceiver": ("Perceiver", {}),
             "Perceiver/tied": ("Perceiver", {"weight_tie_layers": True, "self_per_cross_attn": 2, "attn_dropout": 0.1}),
@@ -481,99 +467,77 @@ ATTENTION: dict[str, Callable[[], Sample]] = {
             "Perceiver/mixed": ("mixed_latents.Perceiver", {}),
             "Perceiver/linear": ("experimental.Perceiver", {"fourier_encode_data": False}),
         },
-        **PERCEIVER_IMAGE,
     ),
     "perceiver-pytorch:PerceiverIO": queried,
     **table(
         "perceiver-pytorch",
-        "perceiver_pytorch",
         tokens,
+        PERCEIVER,
         {"PerceiverLM": {"dim": 24, "num_tokens": 64, "max_seq_len": 32, "depth": 2}},
-        **PERCEIVER,
     ),
     **table(
         "conformer",
-        "conformer",
         partial(vectors, 32, 32),
+        {"dim_head": 8, "conv_kernel_size": 7},
         {
             "Conformer": {**SMALL, "attn_dropout": 0.1, "ff_dropout": 0.1, "conv_dropout": 0.1},
             "Conformer/causal": {**SMALL, "conv_causal": True},
             "ConformerBlock": {"dim": 32, "heads": 4},
         },
-        dim_head=8,
-        conv_kernel_size=7,
     ),
     **table(
         "local-attention",
-        "local_attention",
         tokens,
+        LANGUAGE | {"local_attn_window_size": 16},
         {
             "LocalTransformer": {},
             "LocalTransformer/xpos": {"use_xpos": True, "qk_rmsnorm": True, "num_residual_streams": 1},
             "LocalTransformer/bias": {"use_dynamic_pos_bias": True, "gate_values_per_head": True},
         },
-        **LANGUAGE,
-        local_attn_window_size=16,
     ),
     **table(
         "g-mlp-pytorch",
-        "g_mlp_pytorch",
         tokens,
+        {"dim": 32, "depth": 2, "seq_len": 32, "ff_mult": 2},
         {
             "gMLP": {"num_tokens": 64},
             "gMLP/causal": {"num_tokens": 64, "causal": True, "heads": 2, "attn_dim": 8, "circulant_matrix": True},
         },
-        dim=32,
-        depth=2,
-        seq_len=32,
-        ff_mult=2,
     ),
     **table(
         "g-mlp-pytorch",
-        "g_mlp_pytorch",
         pictures,
+        {},
         {"gMLPVision": {"image_size": 32, "patch_size": 8, "num_classes": 4, "dim": 32, "depth": 2, "attn_dim": 8}},
     ),
     **table(
         "mlp-mixer-pytorch",
-        "mlp_mixer_pytorch",
         pictures,
+        {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 2, "num_classes": 4},
         {"MLPMixer": {"channels": 3, "dropout": 0.1}, "Permutator": {"segments": 4}},
-        image_size=32,
-        patch_size=8,
-        dim=32,
-        depth=2,
-        num_classes=4,
     ),
     **table(
         "mlp-mixer-pytorch",
-        "mlp_mixer_pytorch",
         clip,
+        {"dim": 32, "depth": 2, "num_classes": 4},
         {"MLPMixer3D": {"image_size": 32, "time_size": 4, "channels": 3, "patch_size": 8, "time_patch_size": 2}},
-        dim=32,
-        depth=2,
-        num_classes=4,
     ),
     **table(
         "reformer-pytorch",
-        "reformer_pytorch",
         tokens,
+        LANGUAGE | LOCALITY,
         {
             "ReformerLM": {"causal": True},
             "ReformerLM/axial": {"axial_position_emb": True, "axial_position_shape": (4, 8), "use_scale_norm": True},
             "ReformerLM/full": {"use_full_attn": True, "ff_glu": True, "weight_tie": True, "use_rezero": True},
             "ReformerLM/local": {"n_local_attn_heads": 2, "absolute_position_emb": True},
         },
-        **LANGUAGE,
-        **LOCALITY,
     ),
     **table(
         "nystrom-attention",
-        "nystrom_attention",
         partial(vectors, 32, 32),
+        {"dim_head": 8, "num_landmarks": 8},
         {"Nystromformer": {**SMALL, "attn_dropout": 0.1}, "NystromAttention": {"dim": 32, "heads": 4}},
-        dim_head=8,
-        num_landmarks=8,
     ),
     "nystrom-attention:Nystromformer/vision": partial(
         vision_around, "nystrom_attention.Nystromformer", **SMALL, dim_head=8, num_landmarks=8
@@ -584,52 +548,46 @@ ATTENTION: dict[str, Callable[[], Sample]] = {
     "tab-transformer-pytorch:FTTransformer/streams": partial(tabular, "FTTransformer", ff_dropout=0.1),
     **table(
         "axial-attention",
-        "axial_attention",
         partial(vectors, 32, 8, 8),
+        {"dim": 32, "heads": 4},
         {
             "AxialImageTransformer": {"depth": 2, "reversible": False, "axial_pos_emb_shape": (8, 8)},
             "AxialAttention": {"dim_index": 1},
             "AxialAttention/in_turn": {"dim_index": 1, "sum_axial_out": False},
         },
-        dim=32,
-        heads=4,
     ),
     **table(
         "swin-transformer-pytorch",
-        "swin_transformer_pytorch",
         pictures,
+        {
+            "hidden_dim": 16,
+            "layers": (2, 2, 2, 2),
+            "heads": (1, 2, 2, 4),
+            "head_dim": 16,
+            "window_size": 2,
+            "downscaling_factors": (2, 2, 2, 2),
+            "num_classes": 4,
+        },
         {"SwinTransformer": {}, "SwinTransformer/absolute": {"relative_pos_embedding": False}},
-        hidden_dim=16,
-        layers=(2, 2, 2, 2),
-        heads=(1, 2, 2, 4),
-        head_dim=16,
-        window_size=2,
-        downscaling_factors=(2, 2, 2, 2),
-        num_classes=4,
     ),
     **table(
         "point-transformer-pytorch",
-        "point_transformer_pytorch",
         lambda: vectors(16, 24) + vectors(16, 3),
+        {"dim": 24, "attn_mlp_hidden_mult": 2},
         {
             "PointTransformerLayer": {"pos_mlp_hidden_dim": 16},
             "PointTransformerLayer/neighbours": {"num_neighbors": 6},
             "MultiheadPointTransformerLayer": {"heads": 2, "dim_head": 8},
         },
-        dim=24,
-        attn_mlp_hidden_mult=2,
     ),
     **table(
         "memory-efficient-attention-pytorch",
-        "memory_efficient_attention_pytorch",
         partial(vectors, 32, 32),
+        {"dim": 32, "heads": 4, "dim_head": 8},
         {
             "Attention": {"causal": True},
             "CosineSimAttention": {"seq_len": 32},
         },
-        dim=32,
-        heads=4,
-        dim_head=8,
     ),
 }
 
@@ -666,8 +624,8 @@ UNET = {"dim": 16, "dim_mults": (1, 2)}
 DIFFUSION: dict[str, Callable[[], Sample]] = {
     **table(
         "denoising-diffusion-pytorch",
-        "denoising_diffusion_pytorch",
         partial(noisy, 3, 16, 16),
+        UNET,
         {
             "Unet": ("Unet", {"attn_heads": 2, "attn_dim_head": 8}),
             "Unet/flash": ("Unet", {"flash_attn": True, "full_attn": (True, True), "learned_sinusoidal_cond": True}),
@@ -675,21 +633,18 @@ DIFFUSION: dict[str, Callable[[], Sample]] = {
             "Unet/guided": ("guided_diffusion.Unet", {"learned_variance": True}),
             "UViT": ("simple_diffusion.UViT", {"vit_depth": 2, "attn_heads": 2, "attn_dim_head": 16}),
         },
-        **UNET,
     ),
     **table(
         "denoising-diffusion-pytorch",
-        "denoising_diffusion_pytorch",
         noisy_classes,
+        UNET,
         {"Unet/classes": ("classifier_free_guidance.Unet", {"num_classes": 4, "cond_drop_prob": 0.5})},
-        **UNET,
     ),
     **table(
         "denoising-diffusion-pytorch",
-        "denoising_diffusion_pytorch",
         partial(noisy, 3, 32),
+        UNET,
         {"Unet1D": {"attn_heads": 2, "attn_dim_head": 8, "dropout": 0.1}},
-        **UNET,
     ),
 }
 
@@ -698,16 +653,15 @@ MODELS: dict[str, Callable[[], Sample]] = {
     **VIT_PYTORCH,
     **{f"x-transformers:{name}": builder for name, builder in X_TRANSFORMERS.items()},
     **ATTENTION,
-    **table("vector-quantize-pytorch", "vector_quantize_pytorch", partial(vectors, 16, 32), QUANTIZERS, dim=32),
+    **table("vector-quantize-pytorch", partial(vectors, 16, 32), {"dim": 32}, QUANTIZERS),
     **table(
         "vector-quantize-pytorch",
-        "vector_quantize_pytorch",
         partial(vectors, 32, 8, 8),
+        {"dim": 32},
         {
             "LatentQuantize": {"levels": [5, 5, 8]},
             "VectorQuantize/image": {"codebook_size": 64, "codebook_dim": 8, "accept_image_fmap": True, "decay": 1.0},
         },
-        dim=32,
     ),
     **DIFFUSION,
 }
