@@ -10,7 +10,8 @@ from torch import nn
 from fastlayers.patching.program.dump import source_of
 from fastlayers.patching.reasons import Reason
 from fastlayers.patching.regions.entries import Entry
-from fastlayers.patching.regions.region import Region, place_of
+from fastlayers.patching.regions.recording import place_of
+from fastlayers.patching.regions.region import Region
 from fastlayers.patching.regions.rows import region_of, rows_of, signature_of
 from fastlayers.patching.report import change, readable, with_detail
 

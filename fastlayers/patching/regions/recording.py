@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +33,10 @@ from fastlayers.patching.regions.agreement import agree, in_backward, some_gradi
 from fastlayers.patching.regions.entries import NO_AUTOCAST, Entry, autocast_as, random_state, restore_random_state
 from fastlayers.patching.regions.partial_backward import geometries
 from fastlayers.patching.regions.patterns import Flat, unflatten
+from fastlayers.patching.regions.readers import Reader
 from fastlayers.patching.regions.results import OpaqueError, Place, Taken, take_apart, take_changes
 
-__all__ = ["PAYING", "Before", "Recording", "Recordings", "attentions", "what_torch_refuses"]
+__all__ = ["PAYING", "Before", "Recording", "Recordings", "attentions", "kind_of", "place_of", "what_torch_refuses"]
 
 
 #: Calls that pay for a recording, so that it does not count any more.
@@ -76,6 +79,21 @@ class Recordings:
     def unpaid(self) -> int:
         """How many of them have not gained so far what they took."""
         return self.count - sum(entry.calls for entry in self.entries) // PAYING
+
+
+def kind_of(reader: Reader, values: tuple[Any, ...], tensors: Sequence[Tensor]) -> Any:
+    """What alike modules have in common, of which one's recording may serve the others."""
+    return reader, values, tuple(getattr(t, "shape", None) for t in tensors)  # None is read where others have a tensor.
+
+
+def place_of(cls: type[nn.Module]) -> str:
+    """The file and the line of the forward of a class, ``block.py:88``; empty for one of torch's and one without a
+    file."""
+    forward: Any = inspect.unwrap(cls.forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or forward.__module__.startswith("torch.") or not code.co_filename.endswith(".py"):
+        return ""
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 class Before:

@@ -20,7 +20,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -69,7 +68,15 @@ from fastlayers.patching.regions.patterns import (
     without_repeats,
 )
 from fastlayers.patching.regions.readers import Reader
-from fastlayers.patching.regions.recording import Before, Recording, Recordings, attentions, what_torch_refuses
+from fastlayers.patching.regions.recording import (
+    Before,
+    Recording,
+    Recordings,
+    attentions,
+    kind_of,
+    place_of,
+    what_torch_refuses,
+)
 from fastlayers.patching.regions.results import Taken, put_together, take_apart, take_changes
 from fastlayers.patching.regions.sizes import ManySizes
 from fastlayers.patching.regions.stand_ins import stand_in
@@ -81,7 +88,6 @@ __all__ = [
     "FEW_MODULES",
     "FREE",
     "Region",
-    "place_of",
     "region_class",
     "size_of",
     "text_of",
@@ -241,7 +247,11 @@ class Region:
                 entry = self.entry_of((reader, values, pattern), shape, given, tensors)
             except (TypeError, ValueError, RuntimeError):  # what was read cannot be compared any more
                 return self.present.forward(module, *args, **kwargs)
+            read = reader, values, tensors
             if entry is not None:
+                again = entry.fits is not None and self.prefers_one_size(given[0].device)
+                if again and self.comes_again(module, pattern, shape, read):
+                    break
                 if entry.refusal is not None:
                     self.failed()
                     return self.present.forward(module, *args, **kwargs)
@@ -257,9 +267,9 @@ class Region:
                         raise
                     self.many_sizes.entries[reader, values, pattern].remove(entry)
                 return self.present.forward(module, *args, **kwargs)
-            read = reader, values, tensors
-        if not self.comes_again(module, pattern, shape, read):
-            return self.present.forward(module, *args, **kwargs)
+        else:
+            if not self.comes_again(module, pattern, shape, read):
+                return self.present.forward(module, *args, **kwargs)
         return self.first(module, args, kwargs, given, pattern, arguments)
 
     def entry_of(self, key: Any, shape: torch.Size, given: Sequence[Tensor], tensors: Sequence[Tensor]) -> Entry | None:
@@ -277,6 +287,11 @@ class Region:
                 ):
                     return entry
         return None
+
+    @staticmethod
+    def prefers_one_size(device: torch.device) -> bool:
+        """Whether an entry for one size is better than one for many: that one has no generated kernels."""
+        return backends.generates_kernels(device)
 
     def made(self) -> list[Entry]:
         """What runs calls as regions."""
@@ -542,21 +557,6 @@ class Region:
             message = f"calls of {name} run without what failed, and may be slower; please report it: {text}"
             warnings.warn(message, PatchWarning, stacklevel=2)
         return text
-
-
-def kind_of(reader: Reader, values: tuple[Any, ...], tensors: Sequence[Tensor]) -> Any:
-    """What alike modules have in common, of which one's recording may serve the others."""
-    return reader, values, tuple(getattr(t, "shape", None) for t in tensors)  # None is read where others have a tensor.
-
-
-def place_of(cls: type[nn.Module]) -> str:
-    """The file and the line of the forward of a class, ``block.py:88``; empty for one of torch's and one without a
-    file."""
-    forward: Any = inspect.unwrap(cls.forward)
-    code = getattr(forward, "__code__", None)
-    if code is None or forward.__module__.startswith("torch.") or not code.co_filename.endswith(".py"):
-        return ""
-    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 def region_class(

@@ -115,6 +115,7 @@ def differ_in_sizes(first: Entry, second: Entry) -> bool:
     pairs = [*zip(first.geometries, second.geometries, strict=True)]
     alike = all(len(a.shape) == len(b.shape) and a.kind == b.kind for a, b in pairs)
     same = (first.exact, first.attentions) == (second.exact, second.attentions)
+    same = same and all(map(torch.equal, first.constants, second.constants))
     return alike and same and all(a == b for a, b in pairs[first.count :])
 
 

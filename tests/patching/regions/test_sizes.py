@@ -183,6 +183,17 @@ def test_a_result_of_another_layout_than_expected(monkeypatch):
     assert recordings(patched) == (2, 0)
 
 
+def test_a_size_that_comes_often_is_recorded_where_kernels_are_generated(runs, monkeypatch):
+    patched = in_regions(Code("mean").double())
+    for n in (9, 9, 11):
+        patched(torch.randn(2, n, 8, dtype=torch.double))
+    monkeypatch.setattr(regions.Region, "prefers_one_size", lambda self, device: True)
+    for n in (13, 14, 15, 13, 13):
+        patched(torch.randn(2, n, 8, dtype=torch.double))
+    # 13 is the third size, 14 is not tried any more, and 13 comes again.
+    assert runs == [True, True, True, False, False, False, False]
+
+
 class Other:
     def record(self, again, inputs):
         raise RuntimeError(f"{regions.OTHER_LAYOUT}: (1, 2)")
