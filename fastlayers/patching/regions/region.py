@@ -343,13 +343,7 @@ class Region:
     # -- the first call of a signature -----------------------------------------------------------------------------
 
     def first(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        given: list[Tensor],
-        pattern: Any,
-        arguments: Arguments,
+        self, module: nn.Module, args: Any, kwargs: Any, given: list[Tensor], pattern: Any, arguments: Arguments
     ) -> Any:
         """Record a call, and return its result. ``arguments`` are the same with slots in place of caches."""
         if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
@@ -358,9 +352,10 @@ class Region:
         # autograd, which a checkpoint makes run a forward.
         if not (_hooks_enabled() and _lock.acquire(blocking=False)):
             return self.present.forward(module, *args, **kwargs)
+        new_size = _saved_tensors_hooks(True) is None and self.seen[id(module), (pattern, given[0].shape)] < CALLS
         try:
             with no_regions(), saved_tensors_hooks(guard.kept_as_is, guard.kept_as_is):
-                found = self.prepared(module, *arguments, given, pattern)
+                found = self.prepared(module, *arguments, given, pattern, new_size)
         finally:
             _lock.release()
         if found is None:  # Smaller regions inside of this one may apply.
@@ -384,9 +379,10 @@ class Region:
         return out
 
     def prepared(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], pattern: Any
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any], given: list[Tensor], pattern: Any, new_size: bool
     ) -> tuple[Entry, tuple[Tensor, ...]] | None:
-        """A new entry for such calls, and what this one is given and reads; None if there can be none."""
+        """A new entry for such calls, and what this one is given and reads; None if there can be none. ``new_size`` says
+        that its sizes come for the first time, so that it may do what later ones do not."""
         if pattern in self.refused:
             return None
         self.asked.setdefault(module, Recordings()).count += 1
@@ -396,8 +392,8 @@ class Region:
             reads = read_by(module, original, args, kwargs, lookups, undecorated, self.caches.number)
             reader = Reader(reads, module)
         except Refusal as refusal:
-            if self.seen[id(module), (pattern, given[0].shape)] < CALLS and _saved_tensors_hooks(True) is None:
-                self.many_sizes.refused(pattern)  # The first call may change what later ones leave.
+            if new_size:
+                self.many_sizes.refused(pattern)
             else:
                 self.refused[pattern] = refusal.kept()
             return None
