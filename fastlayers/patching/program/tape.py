@@ -176,6 +176,8 @@ class Tape(Mode):
             self.add(aten.clone.default, (Value(self.add_constant(constant)),), {}, args[0], effect=False)
             return args[0]
         self._check_written(written, uncounted)
+        if func is aten.cat.default:
+            args = (without_nothing(args[0]), *args[1:])
         name = schema.name
         is_view = not written and bool(schema.returns) and schema.returns[0].alias_info is not None
         is_view |= name == "aten::_unsafe_view"
@@ -363,6 +365,13 @@ def written_arguments(
         for i, argument in enumerate(function._schema.arguments)
         if argument.is_write and (names is None or argument.name in names)
     ]
+
+
+def without_nothing(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Operands of a concatenation without those that torch leaves out, whatever their number of dimensions: a cache
+    begins with ``torch.tensor([])``."""
+    some = [t for t in tensors if t.dim() != 1 or t.numel() > 0]
+    return some if any(t.dim() > 1 for t in some) else tensors
 
 
 def communicates(function: OpOverload) -> bool:

@@ -381,8 +381,9 @@ class Region:
     def prepared(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any], given: list[Tensor], pattern: Any, new_size: bool
     ) -> tuple[Entry, tuple[Tensor, ...]] | None:
-        """A new entry for such calls, and what this one is given and reads; None if there can be none. ``new_size`` says
-        that its sizes come for the first time, so that it may do what later ones do not."""
+        """A new entry for such calls, and what this one is given and reads; None if there can be none.
+
+        ``new_size`` says that its sizes come for the first time: it may do what later ones do not."""
         if pattern in self.refused:
             return None
         self.asked.setdefault(module, Recordings()).count += 1

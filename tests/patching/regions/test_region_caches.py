@@ -24,7 +24,7 @@ class Held:
         self.keys, self.calls = None, 0
 
     def update(self, k):
-        self.keys = k if self.keys is None else torch.cat([self.keys, k], 1)
+        self.keys = torch.cat([torch.tensor([], dtype=k.dtype) if self.keys is None else self.keys, k], 1)
         self.calls += 1
         return self.keys
 
@@ -107,6 +107,9 @@ def test_what_a_cache_keeps_is_there_and_layers_share_a_recording(runs):
         assert [held.calls for held in caches[1].layers] == [1, 1]
         assert_same([grads(out.sum(), model) for out, model in zip(found, models, strict=True)])
     assert runs == [True, False, False, False]
+    (entry,) = type(models[1][0]).__fastlayers_region__.made()
+    (cat,) = (o for o in entry.program.forward if o.function is torch.ops.aten.cat.default)
+    assert len(cat.operands) == 1  # Kernels take no operand of another number of dimensions.
 
 
 @pytest.mark.parametrize("result", [True, False])
