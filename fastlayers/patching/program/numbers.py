@@ -53,7 +53,10 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
 
 
 #: Operations by another one that does the same: torch's decompositions in Python, which symbols need, spell it so.
-SPELLED: Mapping[Any, Any] = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
+SPELLED: Mapping[Any, Any] = {
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default,
+    torch.ops.aten._native_batch_norm_legit.default: torch.ops.aten.native_batch_norm.default,
+}
 
 
 def is_symbolic(value: Any) -> bool:

@@ -352,7 +352,8 @@ class Region:
         # autograd, which a checkpoint makes run a forward.
         if not (_hooks_enabled() and _lock.acquire(blocking=False)):
             return self.present.forward(module, *args, **kwargs)
-        new_size = _saved_tensors_hooks(True) is None and self.seen[id(module), (pattern, given[0].shape)] < CALLS
+        asked_for = self.explained or _saved_tensors_hooks(True) is not None
+        new_size = not asked_for and self.seen[id(module), (pattern, given[0].shape)] < CALLS
         try:
             with no_regions(), saved_tensors_hooks(guard.kept_as_is, guard.kept_as_is):
                 found = self.prepared(module, *arguments, given, pattern, new_size)

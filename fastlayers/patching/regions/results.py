@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fastlayers.patching.capture.caches import Arguments, Slot
 from fastlayers.patching.capture.values import is_value
+from fastlayers.patching.program.numbers import is_symbolic
 from fastlayers.patching.runtime.lazy import LazyTensor, Recipe, lazy
 
 __all__ = ["Argument", "OpaqueError", "Place", "Taken", "put_together", "take_apart", "take_changes", "tensors_in"]
@@ -98,6 +99,8 @@ def take_apart(value: Any, tensors: Taken, inside: bool = False) -> Any:
         return Lazy(value.recipe, [place(t, tensors) for t in value.sources])
     if isinstance(value, Tensor):
         return place(value, tensors)
+    if is_symbolic(value):
+        raise OpaqueError("it returns a number that follows from sizes")
     if is_value(value):
         return value
     if id(value) in tensors.arguments:
@@ -145,6 +148,8 @@ def place(t: Tensor, tensors: Taken) -> Place | View:
             return Place(i)
         if is_view(t, other):
             tensors.views.append((i, t))
+            if any(map(is_symbolic, (*t.shape, *t.stride()))):
+                raise OpaqueError("it returns a view of a size that may be another one")
             return View(i, t.shape, t.stride(), int(t.storage_offset() - other.storage_offset()))
     tensors.append(t)
     return Place(len(tensors) - 1)

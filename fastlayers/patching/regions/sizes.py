@@ -9,7 +9,8 @@ compared with both recordings, operation by operation, numbers included.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from fastlayers.ops import guard
 from fastlayers.patching.program.derivative import Derivative
 from fastlayers.patching.program.executors import executor_class
 from fastlayers.patching.program.numbers import at_sizes, is_symbolic, map_numbers, number_at, with_sizes
-from fastlayers.patching.program.program import Program
+from fastlayers.patching.program.program import Program, renamed
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.regions.entries import Entry, Sized, described, no_regions
 from fastlayers.patching.regions.readers import Reader
@@ -115,6 +116,7 @@ def differ_in_sizes(first: Entry, second: Entry) -> bool:
     pairs = [*zip(first.geometries, second.geometries, strict=True)]
     alike = all(len(a.shape) == len(b.shape) and a.kind == b.kind for a, b in pairs)
     same = (first.exact, first.attentions) == (second.exact, second.attentions)
+    same = same and (first.parts, first.stores) == (second.parts, second.stores)
     same = same and all(map(torch.equal, first.constants, second.constants))
     return alike and same and all(a == b for a, b in pairs[first.count :])
 
@@ -149,8 +151,7 @@ def generalised(
         with mode:
             return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
-    # Else the first symbol imports Inductor, to know whose lines are not the user's.
-    with mock.patch.object(symbolic_shapes, "uninteresting_files", frozenset), what_torch_refuses():
+    with as_recorded(), what_torch_refuses():
         fakes, sizes = symbolic_inputs(mode, first, second, real)
         symbols: Any = [fakes[size.place].shape[size.dim] for size in sizes]
         entry = replace(second, calls=0, _partial={}, geometry={}, stores=(), parts=None)
@@ -174,6 +175,21 @@ def generalised(
     entry.fits, entry.tensors = fits, dynamic_guard(real, sizes)
     entry.what = described(module, [any_size(second.geometries[i], i, sizes) for i in range(second.count)])
     return entry
+
+
+@contextmanager
+def as_recorded() -> Iterator[None]:
+    """Let torch decompose operations on symbols as it decomposes others, as far as it can."""
+    from torch.fx.experimental import symbolic_shapes
+
+    dropout: Any = torch.ops.aten.dropout.default
+    with (
+        mock.patch.dict(dropout.py_kernels, clear=True),
+        mock.patch.dict(dropout._dispatch_cache, clear=True),
+        # Else the first symbol imports Inductor, to know whose lines are not the user's.
+        mock.patch.object(symbolic_shapes, "uninteresting_files", frozenset),
+    ):
+        yield
 
 
 def symbolic_inputs(mode: Any, first: Entry, second: Entry, real: Sequence[Tensor]) -> tuple[list[Tensor], list[Size]]:
@@ -211,8 +227,8 @@ def check_same(program: Program, entry: Entry, recorded: Entry, sizes: Mapping[A
     Raises:
         Refusal: they differ.
     """
-    known = recorded.program
-    assert known is not None
+    assert recorded.program is not None
+    known, program = numbered(recorded.program), numbered(program)
     for name in NAMES:
         if getattr(program, name) != getattr(known, name):
             raise Refusal(Reason.SIZES, f"other {name}")
@@ -225,6 +241,12 @@ def check_same(program: Program, entry: Entry, recorded: Entry, sizes: Mapping[A
     strides = map_numbers(entry.facts.strides, lambda symbol: number_at(symbol, sizes))
     if entry.facts._replace(strides=strides) != recorded.facts:
         raise Refusal(Reason.SIZES, "other results")
+
+
+def numbered(program: Program) -> Program:
+    """The program with names for its values in the order in which they are made."""
+    makes = (name for operation in program.operations for name in operation.makes if name)
+    return renamed(program, {name: f"r{i}" for i, name in enumerate(dict.fromkeys(makes))})
 
 
 def fits_of(fakes: Sequence[Tensor], sizes: Sequence[Size], conditions: str | None) -> Callable[..., bool]:
