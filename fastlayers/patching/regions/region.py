@@ -185,7 +185,7 @@ class Region:
         self.explained = False
         self.readers: list[Reader] = []
         self.entries: dict[Any, list[Entry]] = {}
-        self.many_sizes = ManySizes(self.present, self.derivative_of)
+        self.many_sizes = ManySizes(self.present, self.derivative_of, self.note_error)
         #: Calls that no region can be made for, by their pattern.
         self.refused: dict[Any, Refusal] = {}
         #: Types of arguments that there is no pattern for.
@@ -207,7 +207,7 @@ class Region:
     def forget(self) -> None:
         self.readers.clear()
         self.entries.clear()
-        self.many_sizes = ManySizes(self.present, self.derivative_of)
+        self.many_sizes = ManySizes(self.present, self.derivative_of, self.note_error)
         self.refused.clear()
         self.seen.clear()
         self.called.clear()

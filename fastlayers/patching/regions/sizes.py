@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -54,14 +54,20 @@ class ManySizes:
     Args:
         present: the class whose forward runs where no region does.
         derivative_of: gives the derivative of an entry, for a module and what a call was given and read.
+        note_error: warns of an error of ours, and gives what to say of it.
 
     Attributes:
         entries: by what they read and by the pattern of the call.
         reason: why the last try found none.
     """
 
-    def __init__(self, present: Any, derivative_of: Callable[..., Derivative | Refusal]) -> None:
-        self._present, self._derivative_of = present, derivative_of
+    def __init__(
+        self,
+        present: Any,
+        derivative_of: Callable[..., Derivative | Refusal],
+        note_error: Callable[[str, Exception], str],
+    ) -> None:
+        self._present, self._derivative_of, self._note_error = present, derivative_of, note_error
         self.entries: dict[Any, list[Entry]] = {}
         self.reason: Refusal | None = None
         self._tries: Counter[Any] = Counter()
@@ -93,6 +99,8 @@ class ManySizes:
             found = generalised(forward, alike[-1], entry, module, inputs, written)
         except Refusal as refusal:
             self.reason = refusal.kept()
+        except Exception as error:
+            self.reason = Refusal(Reason.RECORDING_FAILED, self._note_error("sizes", error))
         else:
             found.late = partial(self._late_derivative, found, stand_in(module))
             self.entries.setdefault(key, []).append(found)
@@ -183,12 +191,16 @@ def as_recorded() -> Iterator[None]:
     from torch.fx.experimental import symbolic_shapes
 
     dropout: Any = torch.ops.aten.dropout.default
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
     with (
+        ExitStack() as stack,
         mock.patch.dict(dropout.py_kernels, clear=True),
         mock.patch.dict(dropout._dispatch_cache, clear=True),
         # Else the first symbol imports Inductor, to know whose lines are not the user's.
         mock.patch.object(symbolic_shapes, "uninteresting_files", frozenset),
     ):
+        stack.callback(torch.set_autocast_cache_enabled, cached)
         yield
 
 

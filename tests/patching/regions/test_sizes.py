@@ -147,6 +147,30 @@ def test_a_batch_that_equals_a_length_is_none():
     assert recordings(patched) == (2, 1)
 
 
+@pytest.mark.parametrize("code", ["mean", "heads", "statistics"])
+def test_autocast(code):
+    stock = Code(code)
+    patched = in_regions(copy.deepcopy(stock))
+    with torch.autocast("cpu", torch.bfloat16):
+        for n in (9, 9, 11, 13, 24):
+            x = torch.randn(2, n, 8)
+            for a, b in zip(results(patched, x), results(stock, x), strict=True):
+                assert (a is None and b is None) or torch.equal(a, b)
+    assert recordings(patched) == (2, 1)
+
+
+class Counted(Code):
+    """Returns a number that is the same for the sizes that are recorded."""
+
+    def forward(self, x):
+        return super().forward(x), x.shape[1] // 100
+
+
+def test_a_number_that_follows_from_a_size_in_a_result():
+    patched = in_regions(Counted("mean").double())
+    assert [patched(torch.randn(2, n, 8, dtype=torch.double))[1] for n in (9, 9, 11, 150, 250)] == [0, 0, 0, 1, 2]
+
+
 def test_second_derivatives_of_another_size():
     stock = Code("mean").double()
     patched, found = in_regions(copy.deepcopy(stock)), []
