@@ -250,7 +250,7 @@ class Region:
             read = reader, values, tensors
             if entry is not None:
                 again = entry.fits is not None and self.prefers_one_size(given[0].device)
-                if again and self.comes_again(module, pattern, shape, read):
+                if again and self.comes_again(module, pattern, given, read):
                     break
                 if entry.refusal is not None:
                     self.failed()
@@ -268,7 +268,7 @@ class Region:
                     self.many_sizes.entries[reader, values, pattern].remove(entry)
                 return self.present.forward(module, *args, **kwargs)
         else:
-            if not self.comes_again(module, pattern, shape, read):
+            if not self.comes_again(module, pattern, given, read):
                 return self.present.forward(module, *args, **kwargs)
         return self.first(module, args, kwargs, given, pattern, arguments)
 
@@ -298,13 +298,13 @@ class Region:
         every = [*self.entries.values(), *self.many_sizes.entries.values()]
         return [entry for entries in every for entry in entries if entry.refusal is None]
 
-    def comes_again(self, module: nn.Module, pattern: Any, shape: torch.Size, read: Any) -> bool:
+    def comes_again(self, module: nn.Module, pattern: Any, given: list[Tensor], read: Any) -> bool:
         """Whether a call without an entry is to be recorded; it counts as seen. ``read`` is what its reader, if there
         is one, has read."""
         if len(self.seen) >= MAX_SEEN:
             self.seen.clear()
             self.called.clear()
-        seen = id(module), (pattern, shape)
+        seen = id(module), (pattern, given[0].shape)
         self.seen[seen] += 1
         self.called[id(module), pattern] += 1
         kind = read and kind_of(*read)
@@ -312,7 +312,7 @@ class Region:
         # A checkpoint compares what a forward keeps with what the same forward keeps when it is computed again.
         if _saved_tensors_hooks(True) is not None:
             return of_module.count < MAX_RECORDINGS
-        if self.called[id(module), pattern] >= CALLS and (read is None or self.many_sizes.may_be(read, pattern)):
+        if self.called[id(module), pattern] >= CALLS and (read is None or self.many_sizes.may_be(read, pattern, given)):
             return True  # of other sizes than before: there may be one program for all
         unpaid = max(of_module.unpaid(), self.alike[kind].unpaid() if kind in self.alike else 0)
         return self.explained or self.seen[seen] >= CALLS << max(0, unpaid - FREE)
@@ -424,16 +424,17 @@ class Region:
         for recordings in (self.asked[module], alike):
             recordings.entries.append(entry)
         try:
-            self.record(entry, module, inputs)
+            self.record(entry, module, inputs, new_size)
         except Refusal as refusal:
             entry.refusal = refusal.kept()
-        entries.append(entry)  # Complete: another thread may run it from now on.
-        known = [e for key, several in self.entries.items() if key[:3] == (reader, values, pattern) for e in several]
-        self.many_sizes.look_for(entry, known, module, inputs)
+        if not new_size or entry.refusal is not None:
+            entries.append(entry)  # Complete: another thread may run it from now on.
+        self.many_sizes.look_for(entry, module, inputs)
         return None if entry.refusal is not None else (entry, inputs)
 
-    def record(self, entry: Entry, module: nn.Module, real: tuple[Tensor, ...]) -> None:
-        """Complete an entry from one run, which leaves everything as it was before.
+    def record(self, entry: Entry, module: nn.Module, real: tuple[Tensor, ...], new_size: bool) -> None:
+        """Complete an entry from one run, which leaves everything as it was before. One of a new size has no generated
+        kernels: it is there to be compared.
 
         Raises:
             Refusal: such calls cannot be a region.
@@ -452,7 +453,7 @@ class Region:
         torch.set_autocast_cache_enabled(False)  # A cast that was made before would be a tensor from outside.
         try:
             recording = Recording(entry, self.present.forward, module, real, state, self.explained)
-            generated = self.made_of(recording, entry, module)
+            generated = self.made_of(recording, entry, module, not new_size)
             inputs = (*real, *entry.constants)
             changed = {*map(id, before.changed())}
             written = [entry.order(range(len(inputs)))[i] for i in entry.facts.written]
@@ -490,8 +491,8 @@ class Region:
             before.restore()
             torch.set_autocast_cache_enabled(cached)
 
-    def made_of(self, recording: Recording, entry: Entry, module: nn.Module) -> Executor | None:
-        """Complete the entry. Returns the code with generated kernels, if there are any.
+    def made_of(self, recording: Recording, entry: Entry, module: nn.Module, kernels: bool) -> Executor | None:
+        """Complete the entry. Returns the code with generated kernels, if there are to be and are any.
 
         Raises:
             Refusal: there are too few operations, or too many.
@@ -504,7 +505,7 @@ class Region:
             raise Refusal(Reason.REGION_SIZE, f"{count} operations in {size_of(module)} modules")
         program = recording.complete(entry, execute, re.sub("[^a-zA-Z0-9]", "_", place_of(self.original)))
         generated = None
-        if recording.generates:
+        if recording.generates and kernels:
             from fastlayers.patching.fusion.passes import fused  # needs Triton
 
             with self.reported("fusing"):

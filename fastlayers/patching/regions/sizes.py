@@ -8,8 +8,8 @@ compared with both recordings, operation by operation, numbers included.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -71,27 +71,30 @@ class ManySizes:
         self.entries: dict[Any, list[Entry]] = {}
         self.reason: Refusal | None = None
         self._tries: Counter[Any] = Counter()
+        self._recorded: dict[Any, list[Entry]] = defaultdict(list)
 
-    def may_be(self, read: tuple[Reader, tuple[Any, ...], Any] | None, pattern: Any) -> bool:
-        """Whether it is to be tried once more for calls with this pattern; ``read`` is what their reader, if there is
-        one, has read."""
-        key = None if read is None else (*read[:2], pattern)
+    def may_be(self, read: tuple[Reader, tuple[Any, ...], Any] | None, pattern: Any, given: Sequence[Tensor]) -> bool:
+        """Whether it is to be tried once more for such calls; ``read`` is what their reader, if there is one, has
+        read."""
+        key = None if read is None else (*read[:2], pattern, *kind_of_call(map(Sized.of, given)))
         return self._tries[key] < TRIES and self._tries[pattern] < TRIES
 
     def refused(self, pattern: Any) -> None:
         """Note that a call of sizes that were not seen before could not be recorded."""
         self._tries[pattern] += 1
 
-    def look_for(self, entry: Entry, known: Sequence[Entry], module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Look for an entry for all sizes, if a new one differs from a known one in sizes alone.
+    def look_for(self, entry: Entry, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Look for an entry for all sizes, if a new one differs from one before in sizes alone.
 
         Args:
             module, inputs: the module, and what the call was given and read.
         """
         key = entry.reader, entry.values, entry.pattern
-        self._tries[key] += 1
-        alike = [other for other in known if differ_in_sizes(other, entry)]
-        if not alike or self._tries[key] > TRIES or entry.reader.tests_numbers:
+        recorded = *key, *kind_of_call(entry.geometries[: entry.count])
+        self._tries[recorded] += 1
+        alike = [other for other in self._recorded[recorded] if differ_in_sizes(other, entry)]
+        self._recorded[recorded].append(entry)
+        if not alike or self._tries[recorded] > TRIES or entry.reader.tests_numbers:
             return
         buffers = (i for i, t in enumerate(inputs) if i >= entry.count and not t.requires_grad)
         try:
@@ -115,6 +118,11 @@ class ManySizes:
             return Refusal(Reason.READS_STATE, "what its forward reads outside of the module has changed")
         with no_regions(), saved_tensors_hooks(guard.kept_as_is, guard.kept_as_is):
             return self._derivative_of(entry, copy, inputs)
+
+
+def kind_of_call(given: Iterable[Sized]) -> tuple[Any, ...]:
+    """What tells calls apart that may have different programs, whatever their sizes."""
+    return torch.is_grad_enabled(), *((len(each.shape), each.kind) for each in given)
 
 
 def differ_in_sizes(first: Entry, second: Entry) -> bool:
