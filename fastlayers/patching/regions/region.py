@@ -312,7 +312,8 @@ class Region:
         # A checkpoint compares what a forward keeps with what the same forward keeps when it is computed again.
         if _saved_tensors_hooks(True) is not None:
             return of_module.count < MAX_RECORDINGS
-        if self.called[id(module), pattern] >= CALLS and (read is None or self.many_sizes.may_be(read, pattern, given)):
+        called = self.called[id(module), pattern]
+        if called >= CALLS and called > self.seen[seen] and self.many_sizes.may_be(read, pattern, given):
             return True  # of other sizes than before: there may be one program for all
         unpaid = max(of_module.unpaid(), self.alike[kind].unpaid() if kind in self.alike else 0)
         return self.explained or self.seen[seen] >= CALLS << max(0, unpaid - FREE)

@@ -239,32 +239,37 @@ def test_blocks_that_differ_in_a_number_share_their_class(runs):
     assert len(type(blocks[0]).__fastlayers_region__.readers) == 1
 
 
-def test_shapes_that_keep_changing_are_recorded_ever_later(runs, monkeypatch):
+class Scaled(Block):
+    def forward(self, x, scale):
+        return super().forward(x) * scale
+
+
+def test_numbers_that_keep_changing_are_recorded_ever_later(runs, monkeypatch):
     """The fourth one at its second call, the fifth at its fourth, and so on."""
     monkeypatch.setattr(regions, "FREE", 2)
-    module = Block()
+    module = Scaled()
     region = in_regions(module)
     for number, calls in enumerate((1, 1, 1, 2, 4, 8), start=1):
         for call in range(1, calls + 1):
             runs.clear()
-            same(module, region, tokens(2, number, 16))
+            same(module, region, tokens(), float(number))
             assert runs == [True] * (call == calls)
     monkeypatch.setattr(recording, "PAYING", 5)
     for _ in range(20):  # which pay for four of the six
-        same(module, region, tokens(2, 3, 16))
+        same(module, region, tokens(), 3.0)
     runs.clear()
-    same(module, region, tokens(2, 9, 16))
+    same(module, region, tokens(), 9.0)
     assert runs == [True]
 
 
-def test_alike_layers_share_what_changing_shapes_may_cost(runs, monkeypatch):
+def test_alike_layers_share_what_changing_numbers_may_cost(runs, monkeypatch):
     monkeypatch.setattr(regions, "FREE", 2)
     known = {}
-    stock = [Block() for _ in range(4)]
+    stock = [Scaled() for _ in range(4)]
     layers = [in_regions(block, known) for block in stock]
-    for length in range(1, 9):
+    for scale in range(1, 9):
         for module, region in zip(stock, layers, strict=True):
-            same(module, region, tokens(2, length, 16))
+            same(module, region, tokens(), float(scale))
     assert runs == [*[True, False, False, False] * 3]  # not once more by each layer
 
 
