@@ -75,9 +75,11 @@ class ManySizes:
 
     def may_be(self, read: tuple[Reader, tuple[Any, ...], Any] | None, pattern: Any, given: Sequence[Tensor]) -> bool:
         """Whether it is to be tried once more for such calls; ``read`` is what their reader, if there is one, has
-        read."""
-        key = None if read is None else (*read[:2], pattern, *kind_of_call(map(Sized.of, given)))
-        return self._tries[key] < TRIES and self._tries[pattern] < TRIES
+        read. One of sizes that were recorded, as of another layer in the same step, says nothing new."""
+        looks = tuple(map(Sized.of, given))
+        key = None if read is None else (*read[:2], pattern, *kind_of_call(looks))
+        known = any(entry.geometries[: entry.count] == looks for entry in self._recorded.get(key, ()))
+        return self._tries[key] < TRIES and self._tries[pattern] < TRIES and not known
 
     def refused(self, pattern: Any) -> None:
         """Note that a call of sizes that were not seen before could not be recorded."""

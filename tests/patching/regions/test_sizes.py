@@ -139,6 +139,15 @@ def test_blocks(make, shapes):
     assert recordings(patched)[0] <= 3
 
 
+def test_layers_share_the_tries():
+    known, stock = {}, [Code("mean").double() for _ in range(5)]
+    layers = [in_regions(copy.deepcopy(module), known) for module in stock]
+    for n in (23, 21, 19, 13):
+        for module, patched in zip(stock, layers, strict=True):
+            assert_same(module, patched, torch.randn(2, n, 8, dtype=torch.double))
+    assert recordings(layers[0]) == (0, 1)
+
+
 def test_a_batch_that_equals_a_length_is_none():
     stock = Code("heads").double()
     patched = in_regions(copy.deepcopy(stock))
