@@ -1,4 +1,4 @@
-"""linear_cross_entropy and vocab_parallel_cross_entropy beyond test_heads.py: plans of chunks, training, processes."""
+"""linear_cross_entropy and vocab_parallel_cross_entropy beyond test_head.py: plans of chunks, training, processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""linear_divergence beyond test_heads.py: its definitions, teachers, quantised weights."""
+"""linear_divergence beyond test_head.py: its definitions, teachers, quantised weights."""
 
 from __future__ import annotations
 

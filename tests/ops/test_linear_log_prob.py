@@ -1,4 +1,4 @@
-"""linear_log_prob beyond test_heads.py: extreme logits, and the parts of a sharded vocabulary."""
+"""linear_log_prob beyond test_head.py: extreme logits, and the parts of a sharded vocabulary."""
 
 from __future__ import annotations
 
