@@ -125,7 +125,7 @@ class Caches:
 def number_of(module: nn.Module) -> str | None:
     """The expression of the number that a module, or modules inside, have for its layer; None if there is no such."""
     found = {name: vars(inside)[ATTRIBUTE] for name, inside in module.named_modules() if ATTRIBUTE in vars(inside)}
-    if len({*found.values()}) != 1 or not all(type(number) is int for number in found.values()):
+    if not all(type(number) is int for number in found.values()) or len({*found.values()}) != 1:
         return None
     path = next(iter(found)).split(".")
     return "".join(["self", *(f"._modules[{part!r}]" for part in path if part), f".{ATTRIBUTE}"])

@@ -96,12 +96,12 @@ def read_by(
     if not isinstance(forward, types.FunctionType):
         raise Refusal(Reason.DECORATED, f"{type(module).__name__}.forward is a {type(forward).__name__}")
     watch = Watch(module, lookups, undecorated)
-    watch.number = number
     reads, original = watch.reads, original_class(module)
     watch.test(same(member(original, "forward", watch.bind), original.forward, watch.bind))
     try:
         with errors_as_refusals(), watch.fake_mode, without_a_log_of_errors():
             args, kwargs = watch.given(args, kwargs)
+            watch.number = number if watch.slots else None
             for given in containers_in((*args, *kwargs.values())):
                 watch.keep(ARGUMENT, given)
             result = watch.follow(undecorated(forward, kwargs), (module, *args), kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial, reduce
 from typing import Any, cast
 
 import torch
@@ -50,8 +51,6 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "Mod": operator.mod, "PythonMod": operator.mod, "Max": max, "Min": min, "IntTrueDiv": operator.truediv,
     "FloatTrueDiv": operator.truediv, "ToFloat": float,
 }  # fmt: skip
-
-
 #: Operations by another one that does the same: torch's decompositions in Python, which symbols need, spell it so.
 SPELLED: Mapping[Any, Any] = {
     torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default,
@@ -70,28 +69,36 @@ def map_numbers(argument: Any, function: Callable[[Any], Any]) -> Any:
     return function(argument) if is_symbolic(argument) else argument
 
 
-def evaluated(expression: Any, sizes: Mapping[Any, int]) -> Any:
-    """The number that an expression of sympy is for some sizes.
+def computed(expression: Any, known: Callable[[Any], Any], apply: Callable[..., Any]) -> Any:
+    """What an expression of sympy comes to.
+
+    Args:
+        known: gives what a part of it is.
+        apply: makes something of a function and what its arguments are.
 
     Raises:
         Refusal: it has an operation that is not known.
     """
-    if expression in sizes:
-        return sizes[expression]
     if expression.is_Integer:
         return int(expression)
     if expression.is_Float:
         return float(expression)
-    parts = [evaluated(part, sizes) for part in expression.args]
-    if type(expression).__name__ in ("Pow", "PowByNatural") and type(parts[1]) is int and parts[1] > 0:
-        return parts[0] ** parts[1]
-    function = OPERATIONS.get(type(expression).__name__)
+    parts, kind = [known(part) for part in expression.args], type(expression).__name__
+    if kind in ("Pow", "PowByNatural") and type(parts[1]) is int and parts[1] > 0:
+        kind, parts = "Mul", [parts[0]] * parts[1]
+    function = OPERATIONS.get(kind)
     if function is None or not parts:
         raise Refusal(Reason.SIZES, f"a number is {expression}")
-    found = parts[0] if len(parts) > 1 else function(parts[0])
-    for part in parts[1:]:
-        found = function(found, part)
-    return found
+    if len(parts) == 1:  # ToFloat, and what was a first power
+        return parts[0] if kind == "Mul" else apply(function, parts[0])
+    return reduce(partial(apply, function), parts)
+
+
+def evaluated(expression: Any, sizes: Mapping[Any, int]) -> Any:
+    """The number that an expression of sympy is for some sizes."""
+    if expression in sizes:
+        return sizes[expression]
+    return computed(expression, lambda part: evaluated(part, sizes), lambda function, *args: function(*args))
 
 
 def number_at(symbol: Any, sizes: Mapping[Any, int]) -> Any:
@@ -138,24 +145,10 @@ class Numbers:
         if expression in self._sizes:
             name, dim = self._sizes[expression]
             return self._made(size_of, Value(name), dim)
-        if expression.is_Integer:
-            return int(expression)
-        if expression.is_Float:
-            return float(expression)
-        parts = [self(part) for part in expression.args]
-        kind = type(expression).__name__
-        if kind in ("Pow", "PowByNatural") and type(parts[1]) is int and parts[1] > 0:
-            kind, parts = "Mul", [parts[0]] * parts[1]
-        function = OPERATIONS.get(kind)
-        if function is None or not parts:
-            raise Refusal(Reason.SIZES, f"a number is {expression}")
-        found = parts[0] if len(parts) > 1 else self._made(function, parts[0])
-        for part in parts[1:]:
-            found = self._made(function, found, part)
-        return found
+        return computed(expression, self, self._made)
 
-    def all(self, given: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(self(each.node.expr) if is_symbolic(each) else each for each in given)
+    def all(self, given: tuple[Any, ...]) -> Any:
+        return map_numbers(given, lambda symbol: self(symbol.node.expr))
 
     def of_all(self, operation: Operation, program: Program, viewed: set[str]) -> list[Operation]:
         """The operation, and tests of the strides of results that are viewed."""
@@ -164,9 +157,6 @@ class Numbers:
             strides = self.all(program.values[name].stride())
             found.append(Operation(check_strides, (Value(name), strides), {}, ("",), single=True, effect=True))
         return found
-
-    def as_float(self, number: Any) -> Any:
-        return self._made(float, number)
 
     def _made(self, function: Callable[..., Any], *args: Any) -> Value:
         name = f"{self._prefix}{len(self.operations)}"
@@ -180,7 +170,7 @@ class Numbers:
         def argument(key: Any, given: Any) -> Any:
             def number(symbol: Any) -> Any:
                 found = self(symbol.node.expr)
-                return self.as_float(found) if key in floats and isinstance(symbol, torch.SymInt) else found
+                return self._made(float, found) if key in floats and isinstance(symbol, torch.SymInt) else found
 
             return map_numbers(given, number)
 

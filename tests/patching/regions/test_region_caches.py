@@ -184,6 +184,22 @@ def test_more_than_a_region_can_repeat(what, runs):
     assert runs == []
 
 
+def test_a_number_that_is_computed_with_where_there_is_no_cache(runs):
+    models, x = both(lambda: nn.ModuleList([Own(0)])), torch.randn(2, 3, 8, dtype=torch.double)
+    models[1][0](x, Cache(Held()))
+    for _ in range(2):
+        assert_same([[model[0](x, None, "number")] for model in models])
+    assert runs[-2:] == [True, False]
+
+
+def test_a_number_that_is_none(runs):
+    models, x = both(lambda: nn.ModuleList([Layer(0)])), torch.randn(2, 3, 8, dtype=torch.double)
+    for model in models:
+        model[0].norm.layer_idx = [0]
+    assert_same([[model[0](x, Cache(Held()))] for model in models])
+    assert runs == []
+
+
 def change_update(monkeypatch, model, cache):
     monkeypatch.setattr(Held, "update", lambda self, k: 2 * k)
 
