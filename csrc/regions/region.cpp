@@ -34,6 +34,7 @@ using c10::IValue;
 using torch::jit::Stack;
 using Registers = c10::SmallVector<IValue, 64>;
 using Numbers = std::vector<int64_t>;
+using Given = c10::SmallVector<int64_t, 24>;
 using Tensors = c10::List<Tensor>;
 using Gradients = c10::List<std::optional<Tensor>>;
 namespace autograd = torch::autograd;
@@ -55,7 +56,7 @@ struct Argument {
 struct Launch;
 
 // Operations on numbers that follow from sizes, one that lays a tensor out, and one that tests how it is.
-enum Computes : int64_t { SIZE, ADD, MUL, FLOORDIV, MOD, MAX, MIN, TRUEDIV, FLOAT, LAYOUT, CHECK, NOTHING };
+enum Computes : int64_t { SIZE, ADD, MUL, FLOORDIV, MOD, MAX, MIN, TRUEDIV, FLOAT, INT, LAYOUT, CHECK, NOTHING };
 
 struct Step {
   c10::OperatorHandle op;
@@ -137,12 +138,15 @@ struct Launch : torch::CustomClassHolder {
     at::ScalarType dtype;
   };
   std::vector<Result> results;
+  bool many;  // whether each call gives the grid, the numbers, and the sizes and the strides of the results
   std::atomic<bool> ready{false};
   at::Device device{at::kCUDA, 0};
   void* code = nullptr;
   unsigned programs = 0, threads = 0, shared = 0;
   Numbers numbers;
   Numbers wide;  // for each number whether it has 64 bits
+
+  explicit Launch(bool many_sizes) : many(many_sizes) {}
 
   // The next result is like this tensor.
   void add_result(const Tensor& like) { results.push_back({like.sizes().vec(), like.strides().vec(), like.scalar_type()}); }
@@ -168,8 +172,12 @@ struct Launch : torch::CustomClassHolder {
   }
 
   // Launches the kernel for inputs that it was compiled for: aligned, on the current device. Returns whether it did.
-  bool run(const c10::SmallVectorImpl<Tensor>& inputs, c10::SmallVectorImpl<Tensor>& made) const {
+  bool run(const c10::SmallVectorImpl<Tensor>& inputs, const Given& given, c10::SmallVectorImpl<Tensor>& made) const {
     if (!ready) return false;
+    const int64_t* next = given.data();
+    const unsigned grid = many ? static_cast<unsigned>(*next++) : programs;
+    const int64_t* values = many ? next : numbers.data();
+    next += many ? numbers.size() : 0;
     const c10::impl::VirtualGuardImpl guard(at::kCUDA);
     if (guard.getDevice() != device) return false;
     const auto stream = handle_of(guard.getStream(device), 0);
@@ -180,19 +188,23 @@ struct Launch : torch::CustomClassHolder {
     const auto options = at::TensorOptions().device(device);
     c10::SmallVector<void*, 32> pointers;
     for (const auto& result : results) {
-      made.push_back(at::empty_strided(result.sizes, result.strides, options.dtype(result.dtype)));
+      const auto dims = result.sizes.size();
+      const at::IntArrayRef sizes = many ? at::IntArrayRef(next, dims) : at::IntArrayRef(result.sizes);
+      const at::IntArrayRef strides = many ? at::IntArrayRef(next + dims, dims) : at::IntArrayRef(result.strides);
+      next += 2 * dims;
+      made.push_back(at::empty_strided(sizes, strides, options.dtype(result.dtype)));
       pointers.push_back(made.back().data_ptr());
     }
     for (const auto& t : inputs) pointers.push_back(const_cast<void*>(t.const_data_ptr()));
     c10::SmallVector<void*, 48> arguments;
     for (auto& pointer : pointers) arguments.push_back(&pointer);
-    c10::SmallVector<int32_t, 8> narrow(numbers.begin(), numbers.end());
+    c10::SmallVector<int32_t, 8> narrow(values, values + numbers.size());
     for (size_t i = 0; i < numbers.size(); ++i) {
-      arguments.push_back(wide[i] ? static_cast<void*>(const_cast<int64_t*>(&numbers[i])) : &narrow[i]);
+      arguments.push_back(wide[i] ? static_cast<void*>(const_cast<int64_t*>(&values[i])) : &narrow[i]);
     }
     void* scratch = nullptr;  // Triton's kernels take pointers to memory of their own, which these do not need.
     for (int i = 0; i < 4; ++i) arguments.push_back(&scratch);
-    const int error = driver()(code, programs, 1, 1, threads, 1, 1, shared, *stream, arguments.data(), nullptr);
+    const int error = driver()(code, grid, 1, 1, threads, 1, 1, shared, *stream, arguments.data(), nullptr);
     // The first work of a thread may find no context, as in a backward: Triton's own launch gives it one.
     if (error == kInvalidContext) return false;
     TORCH_CHECK(error == 0, "cuLaunchKernel failed with the CUDA error ", error);
@@ -207,10 +219,12 @@ IValue take(Registers& registers, int64_t r, bool last) {
 
 // Runs a step that launches a kernel. Returns whether that was possible without Python.
 bool launch(const Step& step, Registers& registers) {
-  const auto& taken = step.arguments.back();
+  const auto &taken = step.arguments[1], &counted = step.arguments[2];
   c10::SmallVector<Tensor, 16> inputs, made;
+  Given given;
   for (auto r : taken.registers) inputs.push_back(registers[r].toTensor());
-  if (!step.launch->run(inputs, made)) return false;
+  for (auto r : counted.registers) given.push_back(registers[r].toInt());
+  if (!step.launch->run(inputs, given, made)) return false;
   for (size_t i = 0; i < taken.registers.size(); ++i) {
     if (taken.last[i]) registers[taken.registers[i]] = IValue();
   }
@@ -227,6 +241,7 @@ int64_t floor_division(int64_t a, int64_t b) {
 // A number, as Python computes it.
 IValue computed(Computes what, const IValue& a, const IValue& b) {
   if (what == FLOAT) return a.isInt() ? static_cast<double>(a.toInt()) : a.toDouble();
+  if (what == INT) return a.isInt() ? a.toInt() : static_cast<int64_t>(a.toDouble());
   if (a.isInt() && b.isInt() && what != TRUEDIV) {
     const int64_t x = a.toInt(), y = b.toInt();
     TORCH_CHECK(y != 0 || (what != FLOORDIV && what != MOD), "division by zero");
@@ -386,14 +401,15 @@ struct Region : torch::CustomClassHolder {
     (of_backward ? backward : forward).push_back(std::move(step));
   }
 
-  // The next operation is a function of Python that takes and returns a list of tensors. If it launches a kernel and does nothing else,
-  // `launched` is that.
-  void add_kernel(bool of_backward, IValue function, Numbers taken, Numbers made, const IValue& launched) {
+  // The next operation is a function of Python that takes lists of tensors and numbers, and returns one of tensors. If it launches a
+  // kernel and does nothing else, `launched` is that.
+  void add_kernel(bool of_backward, IValue function, Numbers taken, Numbers counted, Numbers made, const IValue& launched) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::run_kernel", "");
     Step step{op, {}, std::move(made), /*unpack=*/true, /*effect=*/launched.isNone(), /*python=*/true};
     if (!launched.isNone()) step.launch = launched.toCustomClass<Launch>();
     step.arguments.push_back({CONSTANT, std::move(function), {}, nullptr, {}});
     step.arguments.push_back({LIST, {}, std::move(taken), c10::TensorType::get(), {}});
+    step.arguments.push_back({LIST, {}, std::move(counted), c10::IntType::get(), {}});
     (of_backward ? backward : forward).push_back(std::move(step));
   }
 
@@ -677,10 +693,11 @@ void call(Stack& stack) {
   stack.emplace_back(tensors_in(registers, region->results));
 }
 
-// kernel(int region, bool of_backward, object function, int[] taken, int[] made, Launch? launched)
+// kernel(int region, bool of_backward, object function, int[] taken, int[] counted, int[] made, Launch? launched)
 void kernel(Stack& stack) {
   region_at(stack[0])->add_kernel(
-      stack[1].toBool(), std::move(stack[2]), stack[3].toIntVector(), stack[4].toIntVector(), stack[5]);
+      stack[1].toBool(), std::move(stack[2]), stack[3].toIntVector(), stack[4].toIntVector(),
+      stack[5].toIntVector(), stack[6]);
   stack.clear();
   stack.emplace_back();
 }
@@ -716,7 +733,7 @@ TORCH_LIBRARY_FRAGMENT(fastlayers_regions, m) {
       .def("backward", &backward)
       .def("address", [](const c10::intrusive_ptr<Region>& region) { return reinterpret_cast<int64_t>(region.get()); });
   m.class_<Launch>("Launch")
-      .def(torch::init<>())
+      .def(torch::init<bool>())
       .def("add_result", &Launch::add_result)
       .def("is_ready", &Launch::is_ready)
       .def("set", &Launch::set);
@@ -732,7 +749,8 @@ TORCH_LIBRARY_FRAGMENT(fastlayers_regions, m) {
       "fastlayers_regions::call", {{"region", integer}, {"again", object}, {"inputs", tensors}}, tensors, call);
   define(
       "fastlayers_regions::kernel",
-      {{"region", integer}, {"of_backward", truth}, {"function", object}, {"taken", integers}, {"made", integers},
+      {{"region", integer}, {"of_backward", truth}, {"function", object}, {"taken", integers}, {"counted", integers},
+       {"made", integers},
        {"launched", c10::OptionalType::create(c10::getCustomClassType<c10::intrusive_ptr<Launch>>())}},
       c10::NoneType::get(), kernel);
 
@@ -747,7 +765,8 @@ TORCH_LIBRARY_FRAGMENT(fastlayers_regions, m) {
       {{"", gradients}}));
   m.def(c10::FunctionSchema("fastlayers_regions::hooks_decide", "", {}, {{"", truth}}));
   m.def(c10::FunctionSchema(
-      "fastlayers_regions::run_kernel", "", {{"function", object}, {"tensors", tensors}}, {{"", gradients}}));
+      "fastlayers_regions::run_kernel", "", {{"function", object}, {"tensors", tensors}, {"numbers", integers}},
+      {{"", gradients}}));
 }
 
 }  // namespace

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fastlayers.kernels.symbolic import divides, is_surely_less
+
 __all__ = ["ZERO", "Atom", "Index", "divide", "flatten", "indices_of", "unflatten"]
 
 
@@ -60,7 +62,7 @@ class Index:
         parts = []
         for c, (variable, divisor, size) in self.terms:
             atom = variable if divisor == 1 else f"({variable} // {divisor})"
-            if divisor * size < sizes[variable]:
+            if not is_surely_less(sizes[variable] - 1, divisor * size):
                 atom = f"({atom} % {size})"
             parts.append(atom if c == 1 else f"{atom} * {c}")
         if self.constant or not parts:
@@ -93,18 +95,18 @@ def divide(index: Index, stride: int) -> tuple[Index, Index] | None:
     quotient: list[tuple[int, Atom]] = []
     rest: list[tuple[int, Atom]] = []
     for c, atom in index.terms:
-        if c % stride == 0:
+        if divides(stride, c):
             quotient.append((c // stride, atom))
-        elif c > 0 and c * (atom.size - 1) < stride:
+        elif c > 0 and is_surely_less(c * (atom.size - 1), stride):
             rest.append((c, atom))
-        elif c > 0 and stride % c == 0 and atom.size % (stride // c) == 0:
+        elif c > 0 and divides(c, stride) and divides(stride // c, atom.size):
             factor = stride // c
             quotient.append((1, Atom(atom.variable, atom.divisor * factor, atom.size // factor)))
             rest.append((c, Atom(atom.variable, atom.divisor, factor)))
         else:
             return None
     found = Index(merged(quotient), index.constant // stride), Index(merged(rest), index.constant % stride)
-    return found if found[1].least >= 0 and found[1].most < stride else None
+    return found if is_surely_less(-1, found[1].least) and is_surely_less(found[1].most, stride) else None
 
 
 def flatten(indices: Sequence[Index], strides: Sequence[int]) -> Index:

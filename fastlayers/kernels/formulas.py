@@ -14,6 +14,7 @@ import torch
 import triton
 
 from fastlayers.kernels.affine import Index
+from fastlayers.kernels.symbolic import is_surely_less
 
 __all__ = [
     "COMPARISONS",
@@ -326,7 +327,7 @@ class Code:
     def offset(self, index: Index, size: int) -> Index:
         """An index that a condition keeps below a size, as one of a variable of its own: what it is divided by later
         knows its range then."""
-        if not index.terms or (index.least >= 0 and index.most < size):
+        if not index.terms or (is_surely_less(-1, index.least) and is_surely_less(index.most, size)):
             return index
         return self.variable(index.source(self.sizes), size)
 
@@ -337,9 +338,9 @@ class Code:
 
     def holds(self, index: Index, low: int, high: int) -> str | None:
         """The condition low <= index < high; empty if it always holds, None if it never does."""
-        if index.most < low or index.least >= high:
+        if is_surely_less(index.most, low) or is_surely_less(high - 1, index.least):
             return None
         place = self.let(index.source(self.sizes)) if index.terms else str(index.constant)
-        tests = [f"({place} >= {low})"] if index.least < low else []
-        tests += [f"({place} < {high})"] if index.most >= high else []
+        tests = [] if is_surely_less(low - 1, index.least) else [f"({place} >= {low})"]
+        tests += [] if is_surely_less(index.most, high) else [f"({place} < {high})"]
         return self.let(" & ".join(tests)) if tests else ""

@@ -1,7 +1,9 @@
 """Kernels that are generated: pointwise operations, sums of them, and both in one where a row fits into registers.
 
 A caller writes the body of a kernel as :class:`fastlayers.kernels.formulas.Code`, value by value. The number of
-elements is an argument of the kernel: batches of another size share its code.
+elements is an argument of the kernel: batches of another size share its code. Where sizes are
+:class:`fastlayers.kernels.symbolic.Symbolic`, the sizes that all numbers follow from are its arguments, and one machine
+code serves all.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from typing import Any
@@ -17,11 +19,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fastlayers.kernels.affine import Index
 from fastlayers.kernels.formulas import INTERPRETED, NAMES, Code
 from fastlayers.kernels.indexing import INT32_EXTENT
 from fastlayers.kernels.launch import Launch, Producer, Result, cdiv, multiprocessors
+from fastlayers.kernels.symbolic import Symbolic, as_float, hint, is_less, symbols_in
 
 __all__ = [
     "IMPORTS",
@@ -91,9 +95,13 @@ class Kernel(Producer):
         results: the tensors that it makes.
         dtypes: those of its inputs.
         programs: the size of its grid.
-        numbers: arguments that the code does not depend on.
+        numbers: arguments that the code does not depend on; of one for many sizes those that all numbers follow from.
         constants: those that it does depend on.
         warps: those of a program.
+
+    Attributes:
+        sizes: of one for many sizes what it is called with after its inputs: the size of its grid, the numbers, and the
+            shape and the strides of each result.
     """
 
     def __init__(
@@ -111,11 +119,27 @@ class Kernel(Producer):
         self.__name__ = re.search(r"def (\w+)", source)[1]  # type: ignore[index]
         self.absent = ()
         self._arguments, self._warps = (programs, tuple(numbers), tuple(constants)), warps
+        geometry = [n for result in self.results for n in (*result.sizes, *result.strides)]
+        many = any(type(n) is Symbolic for n in (programs, *numbers, *geometry))
+        self.sizes = (programs, *numbers, *geometry) if many else ()
 
     @cached_property
     def launch(self) -> Launch:  # type: ignore[override]
         """The launch of its function, which Triton is not given before: most of what is considered is not used."""
         return Launch(compiled(self.source), *self._arguments, self._warps, exact=True)
+
+    def __call__(self, *given: Any) -> list[Tensor]:
+        if not self.sizes:
+            return super().__call__(*given)
+        count = len(self.dtypes)
+        inputs, (programs, *numbers) = given[:count], given[count:]
+        own, geometry = numbers[: len(self.launch.scalars)], iter(numbers[len(self.launch.scalars) :])
+        outs = []
+        for result in self.results:
+            shape, strides = (tuple(next(geometry) for _ in result.sizes) for _ in range(2))
+            outs.append(Result(shape, strides, result.dtype).empty(self.device))
+        self.launch.at(programs, tuple(own))(*outs, *inputs)
+        return outs
 
     def at(self, place: str) -> Kernel:
         """The same kernel, whose name also says where what it computes is written."""
@@ -126,23 +150,31 @@ class Kernel(Producer):
         """Compile it for aligned inputs, as its first call would."""
         tensors = *(result.dtype for result in self.results), *self.dtypes
         programs, numbers, constants = self._arguments
-        self.launch.function.warmup(
-            *tensors, *numbers, *constants, grid=(programs,), num_warps=self._warps, enable_fp_fusion=False
-        )
+        plain, options = [*map(hint, numbers)], {"num_warps": self._warps, "enable_fp_fusion": False}
+        self.launch.function.warmup(*tensors, *plain, *constants, grid=(hint(programs),), **options)
 
 
 def function_source(
-    operations: Iterable[str], outputs: int, inputs: int, numbers: str, constants: str, lines: Sequence[str]
-) -> str:
-    """The function of a kernel, which profilers show by what it computes."""
+    operations: Iterable[str], outputs: int, inputs: int, numbers: Mapping[str, int], constants: str,
+    lines: Sequence[str],
+) -> tuple[str, tuple[int, ...]]:  # fmt: skip
+    """The function of a kernel, which profilers show by what it computes, and its numbers. Of one for many sizes these
+    are sizes alone, of 64 bits and whatever they are divisible by: what else is known of the rest, such as that it is
+    a multiple of 16, Triton sees by itself."""
+    sizes = symbols_in("\n".join((*lines, *map(str, numbers.values()))))
+    if sizes:
+        casts = [f"{size} = {size}.to(INDEX)" for size in sizes]
+        lines = [*casts, *(f"{name} = {number}" for name, number in numbers.items()), *lines]
+        numbers = {size: Symbolic.symbol(size, 1) for size in sizes}
     computed = [operation for operation in operations if operation not in UNNAMED] or ["copy"]
     while len(name := "_".join(("fused", *computed))) > LONGEST_NAME:
         computed.pop()
-    arguments = [*(f"out{i}" for i in range(outputs)), *(f"in{i}" for i in range(inputs)), *numbers.split(", ")]
+    arguments = [*(f"out{i}" for i in range(outputs)), *(f"in{i}" for i in range(inputs))]
+    arguments += [f"{size}: tl.int64" for size in sizes] or numbers
     arguments += [f"{constant}: tl.constexpr" for constant in constants.split()]
-    return f"@triton.jit\ndef {name}({', '.join(filter(None, arguments))}):\n" + "".join(
-        f"    {line}\n" for line in lines
-    )
+    decorator = f"triton.jit(do_not_specialize={[*sizes]})" if sizes else "triton.jit"
+    source = f"@{decorator}\ndef {name}({', '.join(arguments)}):\n" + "".join(f"    {line}\n" for line in lines)
+    return source, tuple(numbers.values())
 
 
 def index_type(*extents: int) -> tl.dtype:
@@ -164,8 +196,8 @@ def pointwise(
         *(f"tl.store(out{i} + x, ({t}).to(out{i}.dtype.element_ty), mask=inside)" for i, t in enumerate(stores)),
     ]
     n = code.sizes["x"]
-    source = function_source(code.operations, len(results), len(dtypes), "n", "INDEX TILE", lines)
-    return shared(source, tuple(results), tuple(dtypes), cdiv(n, TILE), (n,), (index_type(extent, n), TILE), device)
+    source, numbers = function_source(code.operations, len(results), len(dtypes), {"n": n}, "INDEX TILE", lines)
+    return shared(source, tuple(results), tuple(dtypes), cdiv(n, TILE), numbers, (index_type(extent, n), TILE), device)
 
 
 def casts(
@@ -184,8 +216,8 @@ def casts(
             f"    tl.store(out{i} + x{i}, y{i}, mask=x{i} < {count})",
         ]
         first = last
-    source = function_source(("casts",), len(results), len(dtypes), "", "TILE", lines)
-    return shared(source, tuple(results), tuple(dtypes), first, (), (TILE,), device)
+    source, numbers = function_source(("casts",), len(results), len(dtypes), {}, "TILE", lines)
+    return shared(source, tuple(results), tuple(dtypes), first, numbers, (TILE,), device)
 
 
 def reduction(
@@ -206,15 +238,17 @@ def reduction(
         stores: what is stored of each element that is summed: the source of its place, a local, and the result.
     """
     kept, reduced = code.sizes["x"], code.sizes["r"]
-    width, depth = reduced_tile(kept, reduced, along, len(dtypes) + len(stores))
-    blocks = cdiv(kept, width)
-    shares = balanced(blocks, cdiv(reduced, depth), multiprocessors(device)) if shared_out else 1
+    width, depth = reduced_tile(hint(kept), hint(reduced), along, len(dtypes) + len(stores))
+    blocks, steps = cdiv(kept, width), cdiv(reduced, depth)
+    shares = balanced(hint(blocks), hint(steps), multiprocessors(device)) if shared_out else 1
     chunk = cdiv(cdiv(reduced, shares), depth) * depth
-    shares = cdiv(reduced, chunk)
+    if type(chunk) is not Symbolic:  # Else some may have nothing to add.
+        shares = cdiv(reduced, chunk)
     wide = torch.float64 if torch.float64 in {result.dtype for result in results} else torch.float32
     places = range(len(summed))
     texts = finished if shares == 1 else ["{total}"] * len(finished)
-    totals = [text.format(total=f"total{i}", count=float(reduced)) for i, text in enumerate(texts)]
+    elements = as_float(reduced, NAMES[wide])
+    totals = [text.format(total=f"total{i}", count=elements) for i, text in enumerate(texts)]
     lines = [
         "blocks = tl.cdiv(n, X)",
         "share = tl.program_id(0) // blocks",
@@ -240,18 +274,19 @@ def reduction(
         ),
     ]
     count = len(results) + len(stores)
-    source = function_source(code.operations, count, len(dtypes), "n, chunk, end", "INDEX X R", lines)
+    numbers = {"n": kept, "chunk": chunk, "end": reduced}
+    source, given = function_source(code.operations, count, len(dtypes), numbers, "INDEX X R", lines)
     made = list(results) if shares == 1 else [Result((shares, kept), (kept, 1), wide) for _ in results]
     made += [result for *_, result in stores]
     constants = index_type(extent, kept * reduced), width, depth
-    first = shared(source, tuple(made), tuple(dtypes), blocks * shares, (kept, chunk, reduced), constants, device)
+    first = shared(source, tuple(made), tuple(dtypes), blocks * shares, given, constants, device)
     if shares == 1:
         return (first,)
     second = Code({"x": kept, "r": shares})
     second.operations = code.operations
     place = Index.of("r", shares) * kept + Index.of("x", kept)
     parts = [second.load(f"in{i}", place, "", wide) for i in places]
-    texts = [text.replace("{count}", str(float(reduced))) for text in finished]
+    texts = [text.replace("{count}", elements) for text in finished]
     return first, *reduction(
         second, parts, texts, results, [wide] * len(parts), shares * kept, False, device, shared_out=False
     )
@@ -294,8 +329,10 @@ def rows(
     each row only.
     """
     kept, length = code.sizes["x"], code.sizes["r"]
-    depth = triton.next_power_of_2(length)
-    width = min(triton.next_power_of_2(kept), max(1, ROW_TILE // depth))
+    depth = triton.next_power_of_2(hint(length))
+    if is_less(depth, length):
+        raise ValueError(f"rows of {length} elements in {depth} places")
+    width = min(triton.next_power_of_2(hint(kept)), max(1, ROW_TILE // depth))
     lines = [
         "x = (tl.program_id(0).to(INDEX) * X + tl.arange(0, X))[:, None]",
         "r = tl.arange(0, R).to(INDEX)[None, :]",
@@ -307,10 +344,11 @@ def rows(
     for i, place, local, of_row in stores:
         place, mask = (f"({place}) + 0 * r", "inside & (r == 0)") if of_row else (f"({in_block(place)})", "inside")
         lines.append(f"tl.store(out{i} + {place}, ({local}).to(out{i}.dtype.element_ty), mask={mask})")
-    source = function_source(code.operations, len(results), len(dtypes), "n, end", "INDEX X R", lines)
+    sizes = {"n": kept, "end": length}
+    source, numbers = function_source(code.operations, len(results), len(dtypes), sizes, "INDEX X R", lines)
     constants = index_type(extent, kept * length), width, depth
     warps = max(WARPS, depth * width // (32 * ELEMENTS))
-    return shared(source, tuple(results), tuple(dtypes), cdiv(kept, width), (kept, length), constants, device, warps)
+    return shared(source, tuple(results), tuple(dtypes), cdiv(kept, width), numbers, constants, device, warps)
 
 
 @lru_cache(maxsize=4096)

@@ -75,6 +75,12 @@ class Launch:
         #: What was compiled for tensors that are aligned, if they are there, by the number of their device.
         self.aligned: dict[int, Any] = {}
 
+    def at(self, programs: int, scalars: tuple[Any, ...]) -> Launch:
+        """The same with another grid and other scalars, which what is compiled does not depend on."""
+        other = Launch(self.function, programs, scalars, self.constants, self.num_warps, self.exact)
+        other.compiled, other.aligned = self.compiled, self.aligned
+        return other
+
     def __call__(self, first: Tensor, *others: Tensor | None) -> None:
         """Run on the current stream of the device of the first tensor."""
         device = first.get_device()
@@ -132,7 +138,12 @@ class Producer:
         name: what it is called where a program is shown.
         launch: takes the results first.
         absent: the places of its tensors that are None.
+
+    Attributes:
+        sizes: what it is called with after its inputs, if it serves many sizes.
     """
+
+    sizes: tuple[int, ...] = ()
 
     def __init__(
         self, name: str, launch: Launch, results: Sequence[Result], device: torch.device, absent: Sequence[int] = ()
@@ -172,4 +183,4 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
+    return (a + b - 1) // b

@@ -155,7 +155,12 @@ def _measured(
         if out.stride(-1) != 1:
             return Plan(f"torch's result has strides {out.stride()}; kernels write rows")
         like = torch.empty_like(x).stride()  # what reshaped q for the forward can reshape its gradient without a copy
-        strides[i], grad_strides[i] = out.stride(), like if like[-1] == 1 else out.stride()
+        found = out.stride(), like if like[-1] == 1 else out.stride()
+        # Of dimensions with one element those of x, where torch's descriptions of sizes that differ have others.
+        strides[i], grad_strides[i] = (
+            tuple(own if size == 1 else stride for size, own, stride in zip(x.shape, x.stride(), each, strict=True))
+            for each in found
+        )
     head = _head(q, k, cos, sin)
     assert head is not None
     return Plan(None, head, result, *strides, *grad_strides)

@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from fastlayers.patching import PatchReport, PatchWarning, Reason, patch_model, plan_patch, unpatch_model, verify_patch
+from fastlayers.patching.regions import demand
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.report import QUIET
 from fastlayers.patching.runtime.checks import rewritten_everywhere
@@ -92,7 +93,7 @@ def checked(name: str, sample: Sample) -> Entry:
             warnings.filterwarnings("ignore", message=f".*{what}")  # timm's FasterNet, peft, pytorchvideo
         patch_model(model)
     expect(entry, list(model.state_dict()) == keys, "state-dict keys changed")
-    with mock.patch.object(regions, "CALLS", 1):  # Each call is of a copy.
+    with mock.patch.object(demand, "CALLS", 1):  # Each call is of a copy.
         for training in (True, False, True, False):  # the second time regions run, which the first one recorded
             report = verify_patch(model.train(training), *args, **kwargs)
             expect(entry, bool(report), str(report))
@@ -134,7 +135,7 @@ def regions_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set
     """The modules whose forwards run as regions in a third call, which is as any later one."""
     found = set()
     regions.forget_all()
-    for _ in range(regions.CALLS):
+    for _ in range(demand.CALLS):
         run(model, args, kwargs)
     call, code, called = regions.Region.__call__, regions.Region.run, []
 

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fastlayers
+from fastlayers.patching.regions import demand
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.region import Region
 from fastlayers.patching.runtime.checks import rewritten_everywhere
@@ -40,7 +41,7 @@ def do(what, model, optimizer, rows, some):
 
 
 def sequences(rank):
-    regions.LEAST, regions.CALLS, regions.RAISE_ERRORS = dict.fromkeys(regions.LEAST, (1, 1)), 1, True
+    regions.LEAST, demand.CALLS, regions.RAISE_ERRORS = dict.fromkeys(regions.LEAST, (1, 1)), 1, True
     ran, run = [], Region.run
     Region.run = lambda *args: ran.append(1) or run(*args)
     for number in range(SEQUENCES):

@@ -128,9 +128,8 @@ def test_why_calls_run_op_by_op(call, reason, detail, monkeypatch):
             return self.inner(x) * (scale if type(scale) is float else 1.0)
 
     model, x = patch_model(Scaled(inner=Mixer())), torch.randn(2, 8, 16)
-    monkeypatch.setattr("fastlayers.patching.regions.region.CALLS", 1)
-    for name in ("region", "rows"):
-        monkeypatch.setattr(f"fastlayers.patching.regions.{name}.FREE", 2)
+    monkeypatch.setattr("fastlayers.patching.regions.demand.CALLS", 1)
+    monkeypatch.setattr("fastlayers.patching.regions.demand.FREE", 2)
     for i in [*range(4), 3]:
         call(model, x, i)
     assert (reason, detail) in patch_report(model)[""].region.op_by_op

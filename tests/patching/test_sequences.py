@@ -43,6 +43,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fastlayers
 from fastlayers.graphs.capture import Capture
+from fastlayers.patching.regions import demand
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.region import Region
 from fastlayers.patching.rewrite.classes import Generated
@@ -514,7 +515,7 @@ def test_sequences(part, device, monkeypatch, pytestconfig):
     elif passed.exists() and str(part) in passed.read_text().split():
         pytest.skip("passed before the run was interrupted")
     monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
-    monkeypatch.setattr(regions, "CALLS", 1)
+    monkeypatch.setattr(demand, "CALLS", 1)
     monkeypatch.setattr(Twins, "device", device)
     monkeypatch.setattr(Twins, "ran", Counter())
 

@@ -7,10 +7,10 @@ that object holds for arguments and results like others, and layers that differ 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from fastlayers.patching.reasons import Reason, Refusal
 
@@ -19,6 +19,8 @@ __all__ = ["ATTRIBUTE", "NUMBER", "Arguments", "Caches", "Layers", "Slot", "with
 #: The positional arguments of a call, and those by name.
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
+#: Types of arguments that are no caches.
+SIMPLE = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str, tuple, list, dict})
 #: The attribute of a module that says which layer of a model it is, or is part of.
 ATTRIBUTE = "layer_idx"
 
@@ -56,10 +58,11 @@ class Slot:
         cache: an argument of a call.
         layer: the object in it.
         grows: whether each call makes tensors of other sizes of those there.
+        counts: the attributes of the layer that are numbers which each call changes.
     """
 
-    def __init__(self, cache: Any, layer: Any, grows: bool = False) -> None:
-        self.cache, self.layer, self.grows = cache, layer, grows
+    def __init__(self, cache: Any, layer: Any, grows: bool = False, counts: Iterable[str] = ()) -> None:
+        self.cache, self.layer, self.grows, self.counts = cache, layer, grows, tuple(counts)
         #: The attributes of both before the call, of a stand-in.
         self._before: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
 
@@ -100,11 +103,13 @@ class Caches:
 
     Attributes:
         number: the expression of that number; None if there is none, or nobody has asked.
+        seen: whether a call was given one.
     """
 
     def __init__(self, slot_or_value: Callable[[Any, int], Any]) -> None:
         self._slot_or_value = slot_or_value
         self.number: str | None = None
+        self.seen = False
         self._of: Callable[[nn.Module], Any] | None = None
 
     def taken_apart(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -118,8 +123,13 @@ class Caches:
             number = None
         if type(number) is not int:
             return args, kwargs
-        named = {name: self._slot_or_value(value, number) for name, value in kwargs.items()}
-        return tuple(self._slot_or_value(value, number) for value in args), named
+
+        def taken(value: Any) -> Any:
+            return value if type(value) in SIMPLE else self._slot_or_value(value, number)
+
+        found = tuple(map(taken, args)), {name: taken(value) for name, value in kwargs.items()}
+        self.seen = self.seen or any(type(value) is Slot for value in (*found[0], *found[1].values()))
+        return found
 
 
 def number_of(module: nn.Module) -> str | None:

@@ -51,9 +51,7 @@ from fastlayers.patching.capture.values import (
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime.checks import original_class
 
-__all__ = [
-    "read_by",
-]
+__all__ = ["read_by", "without_a_log_of_errors"]
 
 #: Functions of torch that read or change what no guard knows.
 REFUSED_FUNCTIONS = frozenset(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload
 
 from fastlayers.kernels.formulas import (
@@ -21,8 +20,10 @@ from fastlayers.kernels.formulas import (
     number,
 )
 from fastlayers.kernels.generated import LONGEST_ROW
+from fastlayers.patching.program.numbers import is_symbolic
 from fastlayers.patching.program.operators import argument, spelled
 from fastlayers.patching.program.program import Operation, Value, map_values
+from fastlayers.patching.program.shapes import Look, Shaped
 
 __all__ = [
     "CASTS",
@@ -78,11 +79,13 @@ def factor_of(operation: Operation) -> float | None:
     return factor(operation.args[1]) if operation.args[1] != 0 else None
 
 
-def is_dense(t: Tensor) -> bool:
+def is_dense(t: Look) -> bool:
+    if isinstance(t, Shaped):
+        return t.is_dense
     return t.numel() > 0 and torch.ops.aten.is_non_overlapping_and_dense(t)
 
 
-def is_fusable(operation: Operation, values: Mapping[str, Tensor]) -> bool:
+def is_fusable(operation: Operation, values: Mapping[str, Look]) -> bool:
     """Whether an operation has a formula, for the tensors that it is given."""
     name = spelled(operation)
     if operation.effect or not operation.single or len(operation.makes) != 1 or not operation.makes[0]:
@@ -98,6 +101,8 @@ def is_fusable(operation: Operation, values: Mapping[str, Tensor]) -> bool:
     ):
         return False
     floating = out.dtype in FLOATING
+    if name not in MOVES and any(map(is_symbolic, (*operation.args, *operation.kwargs.values()))):
+        return False
     if name in COPIES:
         return bool(given) and (operation.kwargs.get("device") in (None, out.device))
     if name in MOVES:
@@ -158,11 +163,11 @@ def is_second(operation: Operation, place: int) -> bool:
     return str(declared.type) == "Tensor" and not isinstance(operation.args[place], Value)
 
 
-def is_plain_sum(operation: Operation, x: Tensor) -> bool:
+def is_plain_sum(operation: Operation, x: Look) -> bool:
     return argument(operation, "ord", 2) == 2 and argument(operation, "dim") is not None
 
 
-def has_short_rows(operation: Operation, out: Tensor, given: Sequence[Tensor]) -> bool:
+def has_short_rows(operation: Operation, out: Look, given: Sequence[Look]) -> bool:
     """Whether an operation on rows has such that are contiguous and fit into registers, and is rounded once."""
     if not out.dim() or len({t.dtype for t in given}) > 1:
         return False
@@ -175,12 +180,12 @@ def has_short_rows(operation: Operation, out: Tensor, given: Sequence[Tensor]) -
     return wide is narrow or (wide is accumulator_of(narrow) and narrow in FLOATING)
 
 
-def row_dim(operation: Operation, out: Tensor) -> int:
+def row_dim(operation: Operation, out: Look) -> int:
     """The dimension along which an operation of ROWS runs."""
     return int(argument(operation, "dim")) % out.dim()
 
 
-def reduced_dims(operation: Operation, x: Tensor) -> tuple[int, ...]:
+def reduced_dims(operation: Operation, x: Look) -> tuple[int, ...]:
     dims = argument(operation, "dim")
     if isinstance(dims, int):
         dims = [dims]

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from fastlayers.kernels.affine import ZERO, Index, divide, flatten, indices_of, unflatten
 from fastlayers.kernels.formulas import COMPARISONS, NAMES, ROUNDED, ROWS, SUMS, TESTS, Code, accumulator_of, number
 from fastlayers.kernels.generated import LONGEST_ROW, Kernel, Result, pointwise, reduction, rows
+from fastlayers.kernels.symbolic import as_float
 from fastlayers.patching.fusion.fusable import (
     CHOICES,
     COPIES,
@@ -26,6 +26,7 @@ from fastlayers.patching.fusion.fusable import (
 )
 from fastlayers.patching.program.operators import argument, spelled
 from fastlayers.patching.program.program import Operation, Value, map_values
+from fastlayers.patching.program.shapes import Shaped
 
 __all__ = ["KernelWriter", "NotFusableError", "row_length"]
 
@@ -37,7 +38,7 @@ class NotFusableError(Exception):
     """These operations cannot be one kernel. An argument is the place of the one that must be stored."""
 
 
-def row_length(operation: Operation, values: Mapping[str, Tensor]) -> int:
+def row_length(operation: Operation, values: Mapping[str, Shaped]) -> int:
     """The number of elements of the rows that an operation needs as a whole; 0 if it needs none that are contiguous and
     fit into registers."""
     name = spelled(operation)
@@ -51,7 +52,7 @@ def row_length(operation: Operation, values: Mapping[str, Tensor]) -> int:
     return length if 1 < length <= LONGEST_ROW and is_along(x, dims) else 0
 
 
-def is_along(x: Tensor, dims: Sequence[int]) -> bool:
+def is_along(x: Shaped, dims: Sequence[int]) -> bool:
     """Whether neighbouring elements of memory belong to one sum over these dimensions."""
     used = [d for d in range(x.dim()) if x.shape[d] > 1]
     return not used or min(used, key=x.stride) in dims
@@ -66,7 +67,7 @@ class Source(Protocol):
     """What a writer knows of the operations: :class:`fastlayers.patching.fusion.kernels.Fusion`."""
 
     given: list[Operation]
-    values: Mapping[str, Tensor]
+    values: Mapping[str, Shaped]
     places: dict[str, int]
     stored: set[int]
     narrow: frozenset[str]
@@ -114,7 +115,7 @@ class KernelWriter:
         self.code = Code({"x": outs[0].numel()})
         stores = []
         for root, operation, t in zip(self.stores, given, outs, strict=True):
-            indices = indices_of("x", t.shape, t.stride())
+            indices = indices_of("x", t.shape, t.stride()) if t.numel() == outs[0].numel() else None
             if indices is None:
                 raise NotFusableError(root)
             stores.append(self.computed(operation.makes[0], root, operation, indices, ""))
@@ -122,7 +123,7 @@ class KernelWriter:
         extent = max(self.extent(outs), 1)
         return (pointwise(self.code, stores, results, self.dtypes(), extent, outs[0].device),)
 
-    def sums(self, given: list[Operation], outs: list[Tensor], results: list[Result]) -> tuple[Kernel, ...]:
+    def sums(self, given: list[Operation], outs: list[Shaped], results: list[Result]) -> tuple[Kernel, ...]:
         """The kernel of sums over the same dimensions, which may store values of what is summed on its way."""
         x, out = self.values[given[0].operands[0]], outs[0]
         dims = reduced_dims(given[0], x)
@@ -159,7 +160,7 @@ class KernelWriter:
             stores=stored,
         )  # fmt: skip
 
-    def summands(self, x: Tensor, dims: Sequence[int], places: Sequence[Index]) -> tuple[Index, ...] | None:
+    def summands(self, x: Shaped, dims: Sequence[int], places: Sequence[Index]) -> tuple[Index, ...] | None:
         """The indices of the elements ``r`` of a sum over some dimensions, from those of its result.
 
         They are visited in the order of memory of what is summed, as far as its strides tell.
@@ -179,7 +180,7 @@ class KernelWriter:
             indices[d] = index
         return tuple(indices)
 
-    def rows(self, given: list[Operation], outs: list[Tensor], results: list[Result]) -> Kernel:
+    def rows(self, given: list[Operation], outs: list[Shaped], results: list[Result]) -> Kernel:
         length = self.length
         row = next(o for o in (self.fusion.given[root] for root in self.roots) if row_length(o, self.values))
         count = self.values[row.operands[0]].numel() // length
@@ -213,7 +214,7 @@ class KernelWriter:
         self.check()
         return rows(self.code, stores, results, self.dtypes(), max(self.extent(outs), 1), outs[0].device)
 
-    def whole(self, operation: Operation, out: Tensor, indices: tuple[Index, ...], place: int) -> str:
+    def whole(self, operation: Operation, out: Shaped, indices: tuple[Index, ...], place: int) -> str:
         """A local with an element of what needs a whole row of its operand, if that is a row of this kernel."""
         name = spelled(operation)
         length = self.length if row_length(operation, self.values) == self.length else 0
@@ -233,7 +234,7 @@ class KernelWriter:
                 local = self.code.cast(self.value(operand, own, ""), x.dtype, wide)
                 each, total = SUMS[name]
                 found = self.code.total(self.code.let(each.format(x=local)))
-                return self.code.rounded(total.format(total=found, count=float(length)), out.dtype)
+                return self.code.rounded(total.format(total=found, count=as_float(length, NAMES[wide])), out.dtype)
         raise NotFusableError(place)
 
     def dtypes(self) -> list[torch.dtype]:
@@ -243,7 +244,7 @@ class KernelWriter:
         if len(self.inputs) > MAX_INPUTS:
             raise NotFusableError
 
-    def extent(self, outs: Sequence[Tensor]) -> int:
+    def extent(self, outs: Sequence[Shaped]) -> int:
         """The number of elements that the memory of the largest tensor spans."""
         tensors = [*outs, *(self.values[name] for name in self.inputs)]
         return max(1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in tensors)
@@ -260,7 +261,7 @@ class KernelWriter:
         t = self.values[name]
         base = self.fusion.base(name)
         b = self.values[base]
-        start = int(t.storage_offset() - b.storage_offset()) if base != name else 0
+        start = t.offset - b.offset if base != name else 0
         place = flatten(indices, t.stride()) + start
         found = self.fusion.producer(base)
         if found is not None and (found[0] in self.roots or found[0] not in self.fusion.stored):
@@ -295,7 +296,7 @@ class KernelWriter:
             self._reader = before
         return self._known[key]
 
-    def operand(self, value: Any, out: Tensor, indices: tuple[Index, ...], condition: str, dtype: torch.dtype) -> str:
+    def operand(self, value: Any, out: Shaped, indices: tuple[Index, ...], condition: str, dtype: torch.dtype) -> str:
         """A local with what an argument that is broadcast contributes to an element, in a dtype."""
         if not isinstance(value, Value):
             return number(value, accumulator_of(dtype))
@@ -304,7 +305,7 @@ class KernelWriter:
         own = tuple(ZERO if size == 1 else index for size, index in zip(t.shape, own, strict=True))
         return self.code.cast(self.value(value.name, own, condition), t.dtype, dtype)
 
-    def compute(self, operation: Operation, out: Tensor, indices: tuple[Index, ...], condition: str) -> str:
+    def compute(self, operation: Operation, out: Shaped, indices: tuple[Index, ...], condition: str) -> str:
         name, acc = spelled(operation), accumulator_of(out.dtype)
         args = operation.args
         if name in FILLED or name in ("full", "scalar_tensor"):
@@ -349,7 +350,7 @@ class KernelWriter:
         assert text is not None
         return self.code.rounded(text, out.dtype)
 
-    def compared(self, operation: Operation, out: Tensor, indices: tuple[Index, ...], condition: str, sign: str) -> str:
+    def compared(self, operation: Operation, out: Shaped, indices: tuple[Index, ...], condition: str, sign: str) -> str:
         a, b = operation.args[:2]
         dtypes = [self.values[value.name].dtype for value in (a, b) if isinstance(value, Value)]
         common = dtypes[0] if len(dtypes) == 1 else torch.promote_types(*dtypes)
@@ -367,7 +368,7 @@ class KernelWriter:
 
     # -- elements in other places -----------------------------------------------------------------------------------
 
-    def moved(self, operation: Operation, out: Tensor, indices: tuple[Index, ...], condition: str) -> str:
+    def moved(self, operation: Operation, out: Shaped, indices: tuple[Index, ...], condition: str) -> str:
         """An element of a result whose elements come from one of several places, or are a number."""
         name, args = spelled(operation), operation.args
         if name in ("cat", "stack"):
@@ -417,7 +418,7 @@ class KernelWriter:
         here = self.joined("", *tests)
         return self.code.let(f"tl.where({here}, {local}, {number(fill)})") if here else local
 
-    def repeated(self, name: str, out: Tensor, indices: tuple[Index, ...], condition: str) -> str:
+    def repeated(self, name: str, out: Shaped, indices: tuple[Index, ...], condition: str) -> str:
         """An element of several copies side by side."""
         shape = self.values[name].shape
         own = []
@@ -428,7 +429,7 @@ class KernelWriter:
             own.append(steps[1])
         return self.value(name, tuple(own), condition)
 
-    def gathered(self, operation: Operation, out: Tensor, indices: tuple[Index, ...], condition: str) -> str:
+    def gathered(self, operation: Operation, out: Shaped, indices: tuple[Index, ...], condition: str) -> str:
         """An element that an index of another tensor chooses along a dimension; NaN where that is out of range, which
         torch asserts."""
         x, dim, index = operation.args[0].name, operation.args[1] % out.dim(), operation.args[2].name
@@ -448,7 +449,7 @@ class KernelWriter:
         return self.code.let(" & ".join(wanted)) if len(wanted) > 1 else "".join(wanted)
 
     def concatenated(
-        self, parts: Sequence[Value], out: Tensor, dim: int, stacked: bool, indices: tuple[Index, ...], condition: str
+        self, parts: Sequence[Value], out: Shaped, dim: int, stacked: bool, indices: tuple[Index, ...], condition: str
     ) -> str:
         found, start = None, 0
         for part in parts:
@@ -469,7 +470,7 @@ class KernelWriter:
         assert found is not None
         return found
 
-    def rolled(self, operation: Operation, out: Tensor, indices: tuple[Index, ...], condition: str) -> str:
+    def rolled(self, operation: Operation, out: Shaped, indices: tuple[Index, ...], condition: str) -> str:
         shifts, dims = operation.args[1], argument(operation, "dims", [])
         if not dims:
             raise NotFusableError

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from fastlayers.kernels.formulas import ROUNDED
 from fastlayers.kernels.generated import Kernel, compile_together
+from fastlayers.kernels.symbolic import conditions
 from fastlayers.patching.fusion.fusable import WHOLE, in_new_memory, is_dense, is_fusable
 from fastlayers.patching.fusion.lowering import IN_PLACE, lowered
 from fastlayers.patching.fusion.recomputed import Recomputed
 from fastlayers.patching.fusion.schedule import Fusion
+from fastlayers.patching.program.numbers import shaped, with_symbols
 from fastlayers.patching.program.operators import kernel_name, spelled
 from fastlayers.patching.program.program import (
     Operation,
@@ -32,6 +34,7 @@ from fastlayers.patching.program.program import (
     with_names,
     written,
 )
+from fastlayers.patching.program.shapes import Look, Shaped
 
 __all__ = ["with_kernels"]
 
@@ -47,7 +50,9 @@ def with_kernels(program: Program) -> Program:
     while True:
         attempt, functional = functionalized(program, values, unfused)
         in_torch, origins = lowered(attempt, refused)
-        done, fusions = both_ways(in_torch, values)
+        with conditions() as assumed:
+            looks = shaped(values, program.symbols)
+        done, fusions = both_ways(in_torch, looks)
         alone = refused.union(*(fusion.alone(origins) for fusion in fusions))
         if alone != refused:
             refused = alone
@@ -63,7 +68,8 @@ def with_kernels(program: Program) -> Program:
             done = done.with_operations(at(operation, program.place) for operation in done.operations)
             kernels = [o.function for o in (*done.forward, *done.backward) if isinstance(o.function, Kernel)]
             compile_together(list(dict.fromkeys(kernels)))
-            return done
+            assumed |= dict.fromkeys(each for fusion in fusions for group in fusion.made for each in group.assumed)
+            return replace(done, conditions=tuple(assumed))
         unfused |= left
 
 
@@ -74,9 +80,12 @@ def at(operation: Operation, place: str) -> Operation:
     return replace(operation, function=operation.function.at(place))
 
 
-def both_ways(program: Program, values: Mapping[str, Tensor]) -> tuple[Program, list[Fusion]]:
+def both_ways(program: Program, values: Mapping[str, Shaped]) -> tuple[Program, list[Fusion]]:
     """The program with the kernels of both directions, and how they were made."""
     fusions: list[Fusion] = []
+    if program.symbols:
+        forward, backward = (with_symbols(each, program.symbols) for each in (program.forward, program.backward))
+        program = replace(program, forward=forward, backward=backward)
     narrow = rounded_later(program.operations, values, (*program.results, *program.wanted))
     if program.grads:
         wanted = [name for name in program.wanted if name is not None]
@@ -96,7 +105,7 @@ def both_ways(program: Program, values: Mapping[str, Tensor]) -> tuple[Program, 
 
 
 def rounded_later(
-    operations: Sequence[Operation], values: Mapping[str, Tensor], needed: Iterable[str | None]
+    operations: Sequence[Operation], values: Mapping[str, Look], needed: Iterable[str | None]
 ) -> frozenset[str]:
     """The values of which only what is rounded to 16 bits is seen: by casts, or by results of formulas."""
     seen_whole = set(needed)
@@ -160,7 +169,7 @@ def functional_of(operation: Operation) -> Any:
 
 
 def owns_its_memory(
-    operations: Sequence[Operation], place: int, name: str, program: Program, values: Mapping[str, Tensor]
+    operations: Sequence[Operation], place: int, name: str, program: Program, values: Mapping[str, Look]
 ) -> bool:
     """Whether nothing but this value and views that are made later looks at its memory from an operation on."""
     if name in program.inputs or name in program.grads or not is_dense(values[name]):

@@ -203,7 +203,7 @@ def step(function: Any, *args: Any, makes: str, view: bool = False, **kwargs: An
     return Operation(function, args, kwargs, (makes,), single=True, effect=False, view=view)
 
 
-def call(kernel: Producer, inputs: Iterable[Value], makes: Iterable[str]) -> Operation:
+def call(kernel: Producer, inputs: Iterable[Any], makes: Iterable[str]) -> Operation:
     """A call of a kernel that makes its results."""
     return Operation(kernel, tuple(inputs), {}, tuple(makes), single=False, effect=False)
 

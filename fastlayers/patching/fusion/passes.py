@@ -44,6 +44,7 @@ class Pass:
         run: gives the program that it makes of another one.
         place: why it stands where it does.
         after: the passes that must come before it.
+        one_size: whether it serves programs alone whose values have one size.
         cost: per cent of the time of all passes, on the programs in tests/recorded.
     """
 
@@ -51,6 +52,7 @@ class Pass:
     run: Callable[[Program], Program]
     place: str
     after: tuple[str, ...] = ()
+    one_size: bool = False
     cost: int = 0
 
 
@@ -63,8 +65,14 @@ PASSES = (
     Pass("masks_alone", with_masks_alone, "of dropouts that products no longer read", ("specialised",)),
     Pass("sums_of_products", with_sums_of_products, "of the products that are left", ("specialised",), cost=1),
     Pass("values_again", with_values_again, "knows thin products by their function", ("specialised",)),
-    Pass("thin_products", with_thin_products, "of those that are left", ("sums_of_products",), cost=1),
-    Pass("launches", with_launches, "of thin products, by which others know them", ("thin_products", "values_again")),
+    Pass("thin_products", with_thin_products, "of those that are left", ("sums_of_products",), one_size=True, cost=1),
+    Pass(
+        "launches",
+        with_launches,
+        "of thin products, by which others know them",
+        ("thin_products", "values_again"),
+        one_size=True,
+    ),
     Pass("sums_after_norms", with_residuals, "before kernels absorb the casts around a norm"),
     Pass("absorbed", absorbed, "what it leaves is for generated kernels", ("sums_after_norms", "specialised"), cost=2),
     Pass("copies", with_copies, "of what kernels absorbed nothing of", ("absorbed",)),
@@ -88,7 +96,7 @@ def watched(see: Callable[[Program], object]) -> Iterator[None]:
 
 def prepared(program: Program) -> Program:
     """The program with what passes need to make values."""
-    return replace(program, fake=FakeTensorMode())
+    return program if program.symbols else replace(program, fake=FakeTensorMode())
 
 
 def enabled() -> list[Pass]:
@@ -108,6 +116,8 @@ def fused(program: Program, failed: Callable[[str, Exception], object] | None = 
         see(program)
     program = prepared(program)
     for each in enabled():
+        if each.one_size and program.symbols:
+            continue
         begin = time.perf_counter()
         try:
             found = each.run(program)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from torch import Tensor
-
 from fastlayers.patching.fusion.fusable import WHOLE, is_fusable
 from fastlayers.patching.program.operators import spelled
 from fastlayers.patching.program.program import Operation, Program, base_of, is_followed, storage
+from fastlayers.patching.program.shapes import Shaped
 
 __all__ = ["Recomputed", "reads_less"]
 
@@ -24,7 +23,7 @@ class Recomputed:
     error only for what autograd keeps. Those in ``read`` are kept.
     """
 
-    def __init__(self, program: Program, values: Mapping[str, Tensor], read: set[str]) -> None:
+    def __init__(self, program: Program, values: Mapping[str, Shaped], read: set[str]) -> None:
         self.values = values
         self.outer = {name: operation for operation in program.forward for name in operation.makes if name}
         self.written = program.writers
@@ -88,7 +87,7 @@ class Recomputed:
         return self.known[name]
 
 
-def reads_less(leaves: Iterable[str], name: str, values: Mapping[str, Tensor]) -> bool:
+def reads_less(leaves: Iterable[str], name: str, values: Mapping[str, Shaped]) -> bool:
     """Whether to compute a value again takes no more reads than to read it. What is broadcast stays in caches."""
     size = values[name].nbytes
     return sum(min(values[leaf].nbytes, size) for leaf in leaves if values[leaf].nbytes > size / BROADCAST) <= size

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastlayers.kernels.affine import Index
 from fastlayers.kernels.formulas import FORMULAS, ROWS, SUMS
 from fastlayers.kernels.generated import Kernel, Result, casts
+from fastlayers.kernels.symbolic import conditions
 from fastlayers.patching.fusion.fusable import CASTS, FILLED, FLOATING, WHOLE, is_dense, is_fusable, reduced_dims
 from fastlayers.patching.fusion.kernel_writer import KernelWriter, NotFusableError, row_length
 from fastlayers.patching.fusion.matcher import call, step
@@ -26,6 +26,7 @@ from fastlayers.patching.fusion.recomputed import Recomputed, reads_less
 from fastlayers.patching.program.cost import LAUNCHES
 from fastlayers.patching.program.operators import spelled
 from fastlayers.patching.program.program import Operation, Value, alive, base_of, is_followed, storage, written_by
+from fastlayers.patching.program.shapes import Shaped
 
 __all__ = ["Fusion", "Group"]
 
@@ -57,6 +58,8 @@ class Group:
     #: what it reads, and that with its results.
     read: frozenset[str] = frozenset()
     known: frozenset[str] = frozenset()
+    #: what its kernels assume of sizes that differ
+    assumed: tuple[str, ...] = ()
 
     @property
     def is_view(self) -> bool:
@@ -70,10 +73,12 @@ def calls_of(
     """The calls of one kernel, or of two, of which the second adds up the first results."""
     given = tuple(map(Value, inputs))
     if len(kernels) == 1:
-        return [replace(call(kernels[0], given, makes), source=source)]
+        return [replace(call(kernels[0], (*given, *kernels[0].sizes), makes), source=source)]
     summed = len(kernels[1].results)
     parts = tuple(f"{name}_parts" for name in makes[:summed])
-    calls = call(kernels[0], given, (*parts, *makes[summed:])), call(kernels[1], map(Value, parts), makes[:summed])
+    first = call(kernels[0], (*given, *kernels[0].sizes), (*parts, *makes[summed:]))
+    given = tuple(map(Value, parts))
+    calls = first, call(kernels[1], (*given, *kernels[1].sizes), makes[:summed])
     return [replace(each, source=source) for each in calls]
 
 
@@ -91,7 +96,7 @@ class Fusion:
     def __init__(
         self,
         operations: Sequence[Operation],
-        values: Mapping[str, Tensor],
+        values: Mapping[str, Shaped],
         needed: Iterable[str],
         returned: Iterable[str],
         narrow: frozenset[str],
@@ -306,6 +311,7 @@ class Fusion:
             and not self.is_written(name)
             and t.stride() == made.stride()
             and FLOATING.issuperset((t.dtype, made.dtype))
+            and type(t.numel()) is int
             and t.numel() <= most
         )
 
@@ -402,7 +408,10 @@ class Fusion:
 
     def new_group(self, roots: Sequence[int], stores: Sequence[int], in_rows: bool) -> Group:
         writer = KernelWriter(self, roots, stores or roots, in_rows)
-        kernels = writer.kernels()
+        with conditions() as assumed:
+            kernels = writer.kernels()
+            if not all(is_dense(self.values[self.given[root].makes[0]]) for root in roots):
+                raise NotFusableError
         inputs, given = tuple(writer.inputs), [self.given[root] for root in roots]
         makes = tuple(self.given[root].makes[0] for root in writer.stores)
         alias = self.alias(writer, makes)
@@ -419,6 +428,7 @@ class Fusion:
             lengths=frozenset(row_length(o, self.values) for o in given if spelled(o) in WHOLE),
             read=frozenset(writer.inputs),
             known=frozenset(writer.inputs).union(o.makes[0] for o in given),
+            assumed=tuple(assumed),
         )
 
     def alias(self, writer: KernelWriter, makes: Sequence[str]) -> Operation | None:
@@ -432,7 +442,7 @@ class Fusion:
         # Others may write to what comes from elsewhere.
         if not same or base not in self.producers or not shared.isdisjoint(self.returned | self.writers.keys()):
             return None
-        args = Value(base), tuple(made.shape), made.stride(), x.storage_offset()
+        args = Value(base), made.shape, made.strides, x.offset
         return step(torch.ops.aten.as_strided.default, *args, makes=makes[0], view=True)
 
     def fits(self, group: Group) -> bool:

@@ -17,6 +17,7 @@ from fastlayers.patching.fusion.fusable import CASTS, FILLED, in_new_memory, is_
 from fastlayers.patching.fusion.lowering import LOWERINGS
 from fastlayers.patching.fusion.matcher import Match, Op, Patterns, Row, new, step
 from fastlayers.patching.fusion.narrow import mask_alone, product_of_a_multiple, product_of_casts, round_trip, thin
+from fastlayers.patching.program.cost import nbytes
 from fastlayers.patching.program.operators import called
 from fastlayers.patching.program.program import Operation, Program, Value
 
@@ -95,7 +96,7 @@ def gains(match: Match, groups: int) -> bool:
     y = match.t(match.out)
     if not is_dense(y) or (groups > 1 and y.is_contiguous()):
         return False  # torch convolves each channel with kernels of its own where these are not innermost.
-    return y.nbytes >= LARGE or joins(match.out, match.program)
+    return nbytes(y) >= LARGE or joins(match.out, match.program)
 
 
 def joins(name: str, program: Program) -> bool:
@@ -118,7 +119,7 @@ def activation(match: Match) -> Sequence[Operation] | None:
     given = [match.t(name) for name in operation.operands]
     like = given[0]
     same = all((t.shape, t.dtype) == (like.shape, like.dtype) and t.is_contiguous() for t in given)
-    if not same or like.dtype not in LOW_PRECISION or like.nbytes < LARGE or joins(match.out, program):
+    if not same or like.dtype not in LOW_PRECISION or nbytes(like) < LARGE or joins(match.out, program):
         return None
     makers = [program.makers.get(program.base(name)) for name in operation.operands]
     if any(o is not None and is_fusable(o, program.values) for o in makers):

@@ -63,7 +63,8 @@ def joined(match: Match) -> Edit | None:
 
 def alike(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors have one dtype and one layout."""
-    return len({(t.shape, t.stride(), t.dtype, t.device) for t in tensors}) == 1
+    looks = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+    return all(each == looks[0] for each in looks)
 
 
 def norm_of(match: Match, name: str) -> Operation | None:

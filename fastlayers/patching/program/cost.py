@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fastlayers.patching.program.numbers import hint_of
 from fastlayers.patching.program.program import Program, overwritten, plain_name
 from fastlayers.patching.program.tape import EMPTY
 
@@ -26,8 +27,9 @@ class Cost(NamedTuple):
 
 
 def nbytes(t: Tensor) -> int:
-    """The bytes of a tensor. The repeated elements of an expanded one count once."""
-    sizes = zip(t.shape, t.stride(), strict=True)
+    """The bytes of a tensor, where sizes differ those of one call. The repeated elements of an expanded one count
+    once."""
+    sizes = ((hint_of(size), hint_of(stride)) for size, stride in zip(t.shape, t.stride(), strict=True))
     return t.element_size() * math.prod(size for size, stride in sizes if stride or not size)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -331,6 +331,7 @@ class NativeExecutor:
         self._region = region = torch.classes.fastlayers_regions.Region()
         self._address = region.address()
         registers: dict[str, int] = {}
+        counted: set[str] = set()  # the names of numbers
 
         def numbers(names: Iterable[str | None]) -> list[int]:
             return [registers.setdefault(name, len(registers)) if name else -1 for name in names]
@@ -345,7 +346,7 @@ class NativeExecutor:
         numbers(program.inputs)
         for of_backward, operations in enumerate((program.forward, program.backward)):
             for operation in operations:
-                function, uses = operation.function, sorted(operation.uses)
+                function = operation.function
                 if isinstance(function, OpOverload):
                     unpack = not operation.single and len(function._schema.returns) == 1
                     region.operation(
@@ -353,14 +354,13 @@ class NativeExecutor:
                         described(operation, numbers, constant), numbers(operation.makes), unpack, operation.effect,
                     )  # fmt: skip
                 elif function in COMPUTES:
+                    counted.update(operation.makes if COMPUTES[function] < LAYOUT else ())
                     region.number(bool(of_backward), COMPUTES[function], *operands(operation, numbers))
                 else:
-                    launch = launch_of(function)
-                    call: Any = partial(run_kernel, operation, uses)
-                    if launch is not None:
-                        call, uses = partial(run_generated, function, launch), [v.name for v in operation.args]
+                    launch, call, tensors, sizes = kernel_call(operation, counted)
+                    counts = [each(item, numbers, constant) for item in sizes]
                     made = numbers(operation.makes)
-                    _native.kernel(self._address, bool(of_backward), call, numbers(uses), made, launch)
+                    _native.kernel(self._address, bool(of_backward), call, numbers(tensors), counts, made, launch)
         region.finish(
             numbers(program.results), numbers(program.kept), numbers(program.grads), numbers(program.wanted),
             len(registers), facts.wanted, list(facts.written), [*facts.active, *facts.aside],
@@ -425,13 +425,31 @@ FORMATS = (torch.memory_format, torch.layout)
 #: How csrc/regions tells operations on numbers apart, and what lays a gradient out or tests how a result is.
 COMPUTES = {
     size_of: 0, operator.add: 1, operator.mul: 2, operator.floordiv: 3, operator.mod: 4, max: 5, min: 6,
-    operator.truediv: 7, float: 8, layouts.with_strides: 9, check_strides: 10,
+    operator.truediv: 7, float: 8, int: 9, layouts.with_strides: 10, check_strides: 11,
 }  # fmt: skip
+#: The first of them that gives a tensor.
+LAYOUT = 10
 
 
-def run_kernel(operation: Operation, names: Sequence[str], tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """Call a kernel that is no operation of torch with these tensors."""
-    own = dict(zip(names, tensors, strict=True))
+def kernel_call(operation: Operation, counted: Container[str]) -> tuple[Any, Any, list[str], Sequence[Any]]:
+    """The launch in C++ of a kernel that is no operation of torch, if it has one, a function of tensors and numbers
+    that calls it, the names of these tensors, and the numbers. ``counted`` are the names of numbers."""
+    function: Any = operation.function
+    launch = launch_of(function)
+    if launch is not None:
+        count = len(function.dtypes) if function.sizes else len(operation.args)
+        tensors = [value.name for value in operation.args[:count]]
+        return launch, partial(run_generated, function, launch), tensors, operation.args[count:]
+    uses = sorted(operation.uses)
+    tensors, numbers = [name for name in uses if name not in counted], [name for name in uses if name in counted]
+    return None, partial(run_kernel, operation, [*tensors, *numbers]), tensors, [Value(name) for name in numbers]
+
+
+def run_kernel(
+    operation: Operation, names: Sequence[str], tensors: Sequence[Tensor], numbers: Sequence[int]
+) -> list[Tensor | None]:
+    """Call a kernel that is no operation of torch with these tensors and numbers."""
+    own: dict[str, Any] = dict(zip(names, (*tensors, *numbers), strict=True))
     args, kwargs = map_values(operation.args, lambda value: own[value.name]), {}
     for name, argument in operation.kwargs.items():
         kwargs[name] = map_values(argument, lambda value: own[value.name])
@@ -445,15 +463,15 @@ def launch_of(function: Any) -> Any:
     """The launch of a generated kernel in C++; None for another function."""
     if not hasattr(function, "machine_code"):
         return None
-    launch = torch.classes.fastlayers_regions.Launch()
+    launch = torch.classes.fastlayers_regions.Launch(bool(function.sizes))
     for made in function.results:
         launch.add_result(made.empty(torch.device("meta")))
     return launch
 
 
-def run_generated(kernel: Any, launch: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+def run_generated(kernel: Any, launch: Any, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
     """Call a generated kernel, and give its machine code to C++, which launches it from then on."""
-    made: list[Tensor] = kernel(*tensors)
+    made: list[Tensor] = kernel(*tensors, *numbers)
     code = kernel.machine_code()
     if code is not None and not launch.is_ready():
         launch.set(kernel.device.index, *code)
@@ -506,7 +524,7 @@ def _load() -> str | None:
         "needed": needed,
         "by_python": by_python,
         "hooks_decide": guard.hooks_decide_what_is_kept,
-        "run_kernel": lambda kernel, tensors: kernel(tensors),
+        "run_kernel": lambda kernel, tensors, numbers: kernel(tensors, numbers),
     }.items():
         definitions.impl(name, function, "CompositeImplicitAutograd")
     _definitions.append(definitions)

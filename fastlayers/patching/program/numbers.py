@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from fastlayers.kernels.symbolic import Symbol, Symbolic
 from fastlayers.ops.layouts import with_strides
-from fastlayers.patching.program.program import Operation, Program, Value, with_names
+from fastlayers.patching.program.program import Operation, Program, Value, storage, with_names
+from fastlayers.patching.program.shapes import Shaped
 from fastlayers.patching.reasons import Reason, Refusal
 
 __all__ = [
@@ -25,11 +27,15 @@ __all__ = [
     "Numbers",
     "at_sizes",
     "check_strides",
+    "hint_of",
+    "is_one",
     "is_symbolic",
     "map_numbers",
     "number_at",
+    "shaped",
     "size_of",
     "with_sizes",
+    "with_symbols",
 ]
 
 
@@ -49,7 +55,7 @@ OTHER_LAYOUT = "a result of a program for many sizes has another layout"
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv,
     "Mod": operator.mod, "PythonMod": operator.mod, "Max": max, "Min": min, "IntTrueDiv": operator.truediv,
-    "FloatTrueDiv": operator.truediv, "ToFloat": float,
+    "FloatTrueDiv": operator.truediv, "ToFloat": float, "TruncToInt": int,
 }  # fmt: skip
 #: Operations by another one that does the same: torch's decompositions in Python, which symbols need, spell it so.
 SPELLED: Mapping[Any, Any] = {
@@ -59,7 +65,17 @@ SPELLED: Mapping[Any, Any] = {
 
 
 def is_symbolic(value: Any) -> bool:
-    return isinstance(value, torch.SymInt | torch.SymFloat)
+    return isinstance(value, torch.SymInt | torch.SymFloat | Symbolic)
+
+
+def hint_of(number: Any) -> Any:
+    """What a number is where it was traced. To choose by a symbolic one itself would make that a condition."""
+    return number.node.hint if isinstance(number, torch.SymInt) else number
+
+
+def is_one(size: Any) -> bool:
+    """Whether a size is 1 for all calls."""
+    return type(size) is int and size == 1
 
 
 def map_numbers(argument: Any, function: Callable[[Any], Any]) -> Any:
@@ -122,33 +138,89 @@ def at_sizes(operations: Iterable[Operation], sizes: Mapping[Any, int]) -> list[
     ]
 
 
+def shaped(values: Mapping[str, Tensor], symbols: Mapping[Any, Symbolic]) -> dict[str, Shaped]:
+    """How each of these tensors looks. ``symbols`` are those of torch, and what stands for them."""
+    number = partial(as_symbolic, symbols)
+
+    def look(t: Tensor) -> Shaped:
+        numbers: Any = tuple(t.shape), t.stride(), t.storage_offset()
+        shape, strides, offset = map_numbers(numbers, number) if symbols else numbers
+        return Shaped(shape, strides, offset, t.dtype, t.device, storage(t))
+
+    return {name: look(t) for name, t in values.items()}
+
+
+def as_symbolic(symbols: Mapping[Any, Symbolic], number: Any) -> Any:
+    """A number of torch that follows from sizes, as one of ours; one with a fraction stays."""
+    return evaluated(number.node.expr, symbols) if isinstance(number, torch.SymInt) else number
+
+
+def with_symbols(operations: Iterable[Operation], symbols: Mapping[Any, Symbolic]) -> list[Operation]:
+    """The operations with our numbers in place of those of torch."""
+    of: Callable[[Any], Any] = partial(map_numbers, function=partial(as_symbolic, symbols))
+    return [
+        replace(o, args=of(o.args), kwargs={name: of(argument) for name, argument in o.kwargs.items()})
+        for o in operations
+    ]
+
+
 class Numbers:
     """The numbers of one direction of a program.
 
     Args:
         prefix: of their names.
-        sizes: for each symbol the value and the dimension that has this size.
+        sizes: for each symbol of torch the value and the dimension that has this size.
+        names: for the names of our symbols those of torch.
     """
 
-    def __init__(self, prefix: str, sizes: Mapping[Any, tuple[str, int]]) -> None:
-        self._prefix, self._sizes = prefix, sizes
+    def __init__(self, prefix: str, sizes: Mapping[Any, tuple[str, int]], names: Mapping[str, Any]) -> None:
+        self._prefix, self._sizes, self._names = prefix, sizes, names
         self._known: dict[Any, Any] = {}
         self.operations: list[Operation] = []
 
     def __call__(self, expression: Any) -> Any:
-        """The number of an expression of sympy: itself, or the value that it becomes."""
+        """The number of an expression, of sympy or ours: itself, or the value that it becomes."""
         if expression not in self._known:
             self._known[expression] = self._found(expression)
         return self._known[expression]
 
     def _found(self, expression: Any) -> Any:
+        if isinstance(expression, Symbolic):
+            return self._sum(expression)
         if expression in self._sizes:
             name, dim = self._sizes[expression]
             return self._made(size_of, Value(name), dim)
         return computed(expression, self, self._made)
 
+    def _sum(self, number: Symbolic) -> Any:
+        """The value of a polynomial."""
+        products = []
+        for atoms, factor in number:
+            parts = [self._atom(atom) for atom in atoms] + ([factor] if factor != 1 or not atoms else [])
+            products.append(reduce(partial(self._once, operator.mul), parts))
+        return reduce(partial(self._once, operator.add), products)
+
+    def _atom(self, atom: Any) -> Any:
+        if isinstance(atom, Symbol):
+            return self(self._names[atom.name])
+        function = operator.floordiv if atom.sign == "//" else operator.mod
+        return self._once(function, *(self.number(each) for each in (atom.a, atom.b)))
+
+    def _once(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function gives of numbers, made once."""
+        key = function, args
+        if key not in self._known:
+            self._known[key] = self._made(function, *args)
+        return self._known[key]
+
+    def number(self, given: Any) -> Any:
+        """The value that a symbolic number becomes; any other as it is."""
+        if isinstance(given, torch.SymInt | torch.SymFloat):
+            return self(given.node.expr)
+        return self(given) if isinstance(given, Symbolic) else given
+
     def all(self, given: tuple[Any, ...]) -> Any:
-        return map_numbers(given, lambda symbol: self(symbol.node.expr))
+        return map_numbers(given, self.number)
 
     def of_all(self, operation: Operation, program: Program, viewed: set[str]) -> list[Operation]:
         """The operation, and tests of the strides of results that are viewed."""
@@ -169,7 +241,7 @@ class Numbers:
 
         def argument(key: Any, given: Any) -> Any:
             def number(symbol: Any) -> Any:
-                found = self(symbol.node.expr)
+                found = self.number(symbol)
                 return self._made(float, found) if key in floats and isinstance(symbol, torch.SymInt) else found
 
             return map_numbers(given, number)
@@ -188,22 +260,22 @@ def declared_floats(operation: Operation) -> set[Any]:
     return {key for pair in floats for key in pair}
 
 
-def with_sizes(program: Program, symbols: Iterable[Any], strides: Sequence[Any]) -> Program:
+def with_sizes(program: Program, strides: Sequence[Any]) -> Program:
     """The program with operations for its symbolic numbers.
 
     Args:
         program: its values have symbolic sizes.
-        symbols: the symbols of these.
         strides: those that the gradients of its results are to have.
 
     Raises:
         Refusal: no input, or nothing that the backward is given, has the size that a number follows from.
     """
-    symbols = list(symbols)
+    symbols = list(program.symbols)
+    names = {str(each): symbol for symbol, each in program.symbols.items()}
     viewed = {o.args[0].name for o in program.operations if o.function is torch.ops.aten.as_strided.default}
-    forward = Numbers("n", sizes_in(program, program.inputs, symbols))
+    forward = Numbers("n", sizes_in(program, program.inputs, symbols), names)
     steps = [each for operation in program.forward for each in forward.of_all(operation, program, viewed)]
-    backward = Numbers("b", sizes_in(program, (*program.grads, *program.kept), symbols))
+    backward = Numbers("b", sizes_in(program, (*program.grads, *program.kept), symbols), names)
     laid_out = [
         Operation(with_strides, (Value(name), backward.all(each)), {}, (f"{name}_laid_out",), single=True, effect=False)
         for name, each in zip(program.grads, strides, strict=True)

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from fastlayers.kernels.symbolic import Symbolic
+from fastlayers.patching.program.shapes import Look, Shaped
+
 __all__ = [
     "STATISTICS",
     "Operation",
@@ -107,6 +110,9 @@ class Program:
             after that.
         fake: the mode in which passes make such tensors, without memory.
         place: where the forward is written, for the names of kernels: ``block_py_88``; empty if that is not known.
+        symbols: for each symbol of torch in the sizes of ``values`` what stands for it in kernels; empty where these
+            have one size.
+        conditions: what its kernels assume of these sizes, as source.
     """
 
     inputs: tuple[str, ...]
@@ -120,6 +126,8 @@ class Program:
     values: dict[str, Tensor] = field(default_factory=dict, repr=False)
     fake: Any = None
     place: str = ""
+    symbols: Mapping[Any, Symbolic] = field(default_factory=dict)
+    conditions: tuple[str, ...] = ()
 
     # -- indexes -------------------------------------------------------------------------------------------------
 
@@ -238,8 +246,8 @@ def empty_as(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=dtype or t.dtype, device=t.device)
 
 
-def storage(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
+def storage(t: Look) -> int:
+    return t.memory if isinstance(t, Shaped) else t.untyped_storage()._cdata
 
 
 def plain_name(function: Any) -> str:
@@ -283,14 +291,14 @@ def makers_of(operations: Iterable[Operation]) -> dict[str, Operation]:
     return found
 
 
-def base_of(name: str, producers: Mapping[str, Operation], values: Mapping[str, Tensor]) -> str:
+def base_of(name: str, producers: Mapping[str, Operation], values: Mapping[str, Look]) -> str:
     """The value of whose memory another one is a view."""
     while (operation := producers.get(name)) is not None and is_followed(operation, values):
         name = operation.args[0].name
     return name
 
 
-def is_followed(operation: Operation, values: Mapping[str, Tensor]) -> bool:
+def is_followed(operation: Operation, values: Mapping[str, Look]) -> bool:
     """Whether an operation is a view whose elements are found in its argument: not one as another dtype."""
     source = operation.args[0] if operation.view else None
     if not isinstance(source, Value):
@@ -298,7 +306,7 @@ def is_followed(operation: Operation, values: Mapping[str, Tensor]) -> bool:
     return all(values[name].dtype is values[source.name].dtype for name in operation.makes if name)
 
 
-def written_by(operations: Iterable[Operation], values: Mapping[str, Tensor]) -> dict[int, list[int]]:
+def written_by(operations: Iterable[Operation], values: Mapping[str, Look]) -> dict[int, list[int]]:
     """For each memory that is written, the places of the operations that do."""
     found: dict[int, list[int]] = defaultdict(list)
     for place, operation in enumerate(operations):
@@ -351,7 +359,7 @@ def arguments_of(operation: Operation, every: bool = False) -> list[tuple[Any, A
     return found if every else [(each, value) for each, value in found if isinstance(value, Value)]
 
 
-def depends_on(operations: Iterable[Operation], values: Mapping[str, Tensor], results: Iterable[str]) -> set[str]:
+def depends_on(operations: Iterable[Operation], values: Mapping[str, Look], results: Iterable[str]) -> set[str]:
     """The names of the values that results depend on, as these were before the operations.
 
     Statistics that an operation only updates are none of them.

@@ -27,11 +27,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastlayers.ops.modes import Mode
-from fastlayers.patching.program.numbers import map_numbers
-from fastlayers.patching.program.program import STATISTICS, Operation, Program, Value, alive, is_kernel, storage
+from fastlayers.patching.program.numbers import hint_of, is_one, map_numbers
+from fastlayers.patching.program.program import (
+    STATISTICS,
+    Operation,
+    Program,
+    Value,
+    alive,
+    is_kernel,
+    plain_name,
+    storage,
+)
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["EMPTY", "Tape", "communicates", "written_arguments"]
+__all__ = ["EMPTY", "Layouts", "Tape", "communicates", "written_arguments"]
 
 #: What tells a value from others while all are alive: memory, dtype and geometry.
 Key: TypeAlias = tuple[int, torch.dtype, int, tuple[int, ...], tuple[int, ...]]
@@ -79,6 +88,9 @@ LIBRARIES = (
     "<fastlayers Fused",
 )
 
+#: For places of operations their names, and the shape and the strides of each tensor that they returned; None for none.
+Layouts: TypeAlias = dict[int, tuple[str, list[Any]]]
+
 aten = torch.ops.aten
 
 #: Operations that make a tensor like another one, and the same without that one.
@@ -92,10 +104,19 @@ class Tape(Mode):
         inputs: the tensors that the region is given. No operation may write one of them.
         state: tensors among them that an operation may write all the same: buffers of modules.
         sources: whether to note the lines that operations come from.
+        like: the ``layouts`` of a tape of the same call, of which this one has no memory: torch describes what its
+            kernels return, and not always the strides of dimensions with one element.
+
+    Attributes:
+        layouts: by the place of each operation its name, and the shapes and the strides of what it returned.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], state: Iterable[Tensor], sources: bool = False) -> None:
+    def __init__(
+        self, inputs: Sequence[Tensor], state: Iterable[Tensor], sources: bool = False, like: Layouts | None = None
+    ) -> None:
         super().__init__()
+        self.layouts: Layouts = {}
+        self._like = like or {}
         self.operations: list[Operation] = []
         self.written: list[Tensor] = []
         self._names: dict[Key, str] = {}
@@ -176,6 +197,10 @@ class Tape(Mode):
             self.add(aten.clone.default, (Value(self.add_constant(constant)),), {}, args[0], effect=False)
             return args[0]
         self._check_written(written, uncounted)
+        if func.namespace == "prim":  # What a tensor without memory is asked for.
+            return compute(*args, **kwargs)
+        if is_nothing(func, args):
+            return args[0]
         if func is aten.cat.default:
             args = (without_nothing(args[0]), *args[1:])
         name = schema.name
@@ -187,6 +212,7 @@ class Tape(Mode):
         call = self.arguments(args, kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         out = compute(*args, **kwargs)
+        out = out if written else self._laid_out(func, out)
         if name.endswith(EMPTY) and out.numel() > 0:
             self._unwritten.add(storage(out))
         if func is aten._to_copy.default and set(kwargs) == {"dtype"} and out.dtype is not args[0].dtype:
@@ -203,6 +229,19 @@ class Tape(Mode):
             changes |= not self._state.isdisjoint(given)
         self.add(func, *call, out, changes or draws, is_view)
         return out
+
+    def _laid_out(self, func: Any, out: Any) -> Any:
+        """The results of an operation, with the strides that they had on a tape of the same call."""
+        if not isinstance(out, Tensor | tuple | list):
+            return out
+        each = [out] if isinstance(out, Tensor) else [*out]
+        place, layouts = len(self.operations), [(t.shape, t.stride()) if isinstance(t, Tensor) else None for t in each]
+        self.layouts[place] = plain_name(func), layouts
+        name, known = self._like.get(place, ("", []))
+        if name != plain_name(func) or len(known) != len(each):
+            return out
+        found = [like_recorded(t, *before) if before else t for t, before in zip(each, known, strict=True)]
+        return found[0] if isinstance(out, Tensor) else type(out)(found)
 
     def _view(self, x: Tensor, view: Tensor) -> tuple[Any, Arguments] | None:
         """A view of a view as one of what made the memory; None where it must stay as it is."""
@@ -372,6 +411,24 @@ def without_nothing(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     begins with ``torch.tensor([])``."""
     some = [t for t in tensors if t.dim() != 1 or t.numel() > 0]
     return some if any(t.dim() > 1 for t in some) else tensors
+
+
+def is_nothing(function: OpOverload, args: Sequence[Any]) -> bool:
+    """Whether a call returns its first argument: a dropout in inference mode, where it arrives whole, and the gradient
+    of a slice of all, which torch leaves out where it knows the size."""
+    if function is aten.slice_backward.default:
+        _, _, _, *slice_ = args
+        return slice_ == [0, sys.maxsize, 1]
+    return function is aten.dropout.default and not args[2]
+
+
+def like_recorded(t: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """The tensor with these strides of the dimensions that have one element."""
+    ones = len(shape) == t.dim() and [d for d, size in enumerate(t.shape) if is_one(size) and shape[d] == 1]
+    if not ones or all(hint_of(t.stride(d)) == strides[d] for d in ones):
+        return t
+    new = [strides[d] if d in ones else stride for d, stride in enumerate(t.stride())]
+    return t.as_strided(t.shape, new, t.storage_offset())
 
 
 def communicates(function: OpOverload) -> bool:

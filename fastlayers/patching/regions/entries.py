@@ -163,8 +163,17 @@ class Sized(NamedTuple):
     def dtype(self) -> torch.dtype:
         return self.kind[0]
 
-    def stride(self) -> tuple[int, ...]:
-        return self.strides
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie in the order of its dimensions, of which those with one element say nothing."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return 0 in self.shape
+            expected *= size
+        return True
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self.strides if dim is None else self.strides[dim]
 
 
 @dataclass

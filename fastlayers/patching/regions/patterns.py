@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,17 @@ from torch import Tensor
 from fastlayers.ops import guard
 from fastlayers.patching.capture.caches import Slot
 
-__all__ = ["LEAVES", "NESTED", "NONE", "Flat", "flatten", "held_by_caches", "unflatten", "without_repeats"]
+__all__ = [
+    "LEAVES",
+    "NESTED",
+    "NONE",
+    "Flat",
+    "flatten",
+    "held_by_caches",
+    "unflatten",
+    "with_caches_that_grow",
+    "without_repeats",
+]
 
 #: What stands for a tensor in the pattern of a call.
 TENSOR = Tensor
@@ -26,29 +36,58 @@ LEAVES = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.memo
 def flatten(value: Any, tensors: list[Tensor]) -> Any:
     """A nested value with a marker in place of each tensor, all of them hashable; None if it holds anything else."""
     kind = type(value)
+    if kind is tuple or kind is list:
+        return flatten_all(kind, value, tensors)
+    if kind is dict:
+        part = flatten_all(tuple, value.values(), tensors)
+        return None if part is None else (dict, tuple(value), part)
     if kind in guard.PLAIN:
         tensors.append(value)
         return None if value.is_nested else TENSOR
-    if kind is tuple or kind is list:
-        parts = []
-        for item in value:
-            part = flatten(item, tensors) if item is not None else NONE
-            if part is None:
-                return None
-            parts.append(part)
-        return (kind, *parts)
-    if kind is dict:
-        part = flatten(tuple(value.values()), tensors)
-        return None if part is None else (dict, tuple(value), part)
     if kind is Slot:
-        state = value.state
-        if value.grows or any(isinstance(held, dict | list) for part in state for held in part.values()):
-            return None  # A call may change what such an attribute holds.
-        part = flatten(state, tensors)
-        return None if part is None else (Slot, type(value.cache), type(value.layer), part)
+        return flatten_slot(value, tensors)
     if kind is float and value == 0:
         return kind, value, str(value)  # -0.0 equals 0.0
     return (kind, value) if kind in LEAVES else None
+
+
+def flatten_all(kind: Any, items: Iterable[Any], tensors: list[Tensor]) -> Any:
+    """The same of items, which are most often tensors and simple values: a call of a function for each takes as long
+    as all else."""
+    parts = [kind]
+    for item in items:
+        own = type(item)
+        if item is None:
+            parts.append(NONE)
+        elif own is Tensor:
+            if item.is_nested:
+                return None
+            tensors.append(item)
+            parts.append(TENSOR)
+        elif own is bool or own is int or own is str:
+            parts.append((own, item))
+        else:
+            part = flatten(item, tensors)
+            if part is None:
+                return None
+            parts.append(part)
+    return tuple(parts)
+
+
+def flatten_slot(slot: Slot, tensors: list[Tensor]) -> Any:
+    """The same of what a cache holds for a layer."""
+    state = slot.state
+    for part in state:
+        for held in part.values():
+            if isinstance(held, dict | list):
+                return None  # A call may change what such an attribute holds.
+    counts = [state[0].pop(name) for name in slot.counts]
+    part = flatten_all(tuple, state, tensors)
+    if part is None:
+        return None
+    # As sizes of tensors: they differ from call to call, and much may follow from them.
+    tensors.extend(torch.empty(count, 0) for count in counts)
+    return Slot, type(slot.cache), type(slot.layer), part, slot.counts, slot.grows
 
 
 class Repeat(NamedTuple):
@@ -70,7 +109,12 @@ def without_repeats(pattern: Any, given: Sequence[Tensor]) -> tuple[Any, list[Te
             numbers[id(t)] = len(once)
             once.append(t)
             return TENSOR
-        return tuple(map(walk, part)) if type(part) is tuple and part is not NONE else part
+        if type(part) is not tuple or part is NONE:
+            return part
+        walked = tuple(map(walk, part))
+        if part and part[0] is Slot:
+            once.extend(next(every) for _ in part[-2])
+        return walked
 
     return walk(pattern), once
 
@@ -102,8 +146,16 @@ def unflatten(pattern: Any, flat: Flat) -> Any:
         first = flat.taken
         state = unflatten(parts[2], flat)
         flat.held += flat.tensors[first : flat.taken]
+        state[0].update((name, unflatten(TENSOR, flat).shape[0]) for name in parts[3])
         return Slot.stand_in(parts[0], parts[1], state)
     return parts[0]
+
+
+def with_caches_that_grow(patterns: tuple[Any, Any]) -> bool:
+    """Whether a call, by the patterns of its arguments, is given a cache with tensors that each call makes larger."""
+    positional, named = patterns
+    parts = (*positional[1:], *(() if named is NONE else named[2][1:]))
+    return any(type(part) is tuple and len(part) > 1 and part[0] is Slot and part[-1] for part in parts)
 
 
 def held_by_caches(patterns: Sequence[Any], tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -14,14 +14,13 @@ import logging
 import re
 import threading
 import warnings
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +45,7 @@ from fastlayers.patching.program.executors import (
 )
 from fastlayers.patching.program.numbers import OTHER_LAYOUT
 from fastlayers.patching.reasons import PatchWarning, Reason, Refusal
+from fastlayers.patching.regions.demand import Demand
 from fastlayers.patching.regions.entries import (
     Again,
     Entry,
@@ -65,17 +65,18 @@ from fastlayers.patching.regions.patterns import (
     flatten,
     held_by_caches,
     unflatten,
+    with_caches_that_grow,
     without_repeats,
 )
 from fastlayers.patching.regions.readers import Reader
 from fastlayers.patching.regions.recording import (
     Before,
+    Recorded,
     Recording,
-    Recordings,
     attentions,
-    kind_of,
     place_of,
     what_torch_refuses,
+    without_plans,
 )
 from fastlayers.patching.regions.results import Taken, put_together, take_apart, take_changes
 from fastlayers.patching.regions.sizes import ManySizes
@@ -84,26 +85,13 @@ from fastlayers.patching.rewrite.generate import forward_source, written_class
 from fastlayers.patching.runtime.checks import original_class, original_of, stock_forwards
 
 __all__ = [
-    "CALLS",
     "FEW_MODULES",
-    "FREE",
     "Region",
     "region_class",
     "size_of",
     "text_of",
 ]
 
-#: Calls of one module with the same signature, of which the last is recorded: what is seen once may not come again, and
-#: a recording takes the time of some 100 calls.
-CALLS = 2
-#: Recordings for alike modules, after which each further one has to be asked for twice as often as the one before: what
-#: keeps changing rarely comes again. 240 steps of a Llama with 3 layers and batches of 104 lengths took 1.6x of stock's
-#: time on a CPU when each length was recorded at its second call, and 1.13x like this.
-FREE = 8
-#: Recordings for alike modules inside of a checkpoint, where the first call is recorded.
-MAX_RECORDINGS = 32
-#: Calls that are remembered as seen.
-MAX_SEEN = 4096
 #: Operations in the forward of a region, where views do not count, and a kernel of ours stands for two of torch's. With
 #: tiny tensors on a CPU the time of forward and backward in Python was 1.14x with 3 operations, 1.08x with 5, .92x with
 #: 10 and .90x with 12; that of inference 1.17x, 1.15x, .56x and .79x. In C++ it was .94x with 2 operations, .80x with 3
@@ -191,12 +179,7 @@ class Region:
         #: Types of arguments that there is no pattern for.
         self.strange: set[type] = set()
         self.caches = Caches(slot_or_value)
-        #: How often each module was called with a signature without an entry, and with one but for the sizes.
-        self.seen: Counter[Any] = Counter()
-        self.called: Counter[Any] = Counter()
-        #: The recordings that each module asked for, and those of alike modules: with equal values and shapes.
-        self.asked: WeakKeyDictionary[nn.Module, Recordings] = WeakKeyDictionary()
-        self.alike: dict[Any, Recordings] = defaultdict(Recordings)
+        self.demand = Demand()
         #: Whether calls without and with grad mode run op by op, since no region could be made for the first ones.
         self.off = [False, infers_only]
         self._failures = [0, 0]
@@ -209,10 +192,7 @@ class Region:
         self.entries.clear()
         self.many_sizes = ManySizes(self.present, self.derivative_of, self.note_error)
         self.refused.clear()
-        self.seen.clear()
-        self.called.clear()
-        self.asked.clear()
-        self.alike.clear()
+        self.demand = Demand()
         self.off[:] = False, self.infers_only
         self._failures[:] = 0, 0
         self.errors.clear()
@@ -221,11 +201,13 @@ class Region:
         if op_by_op() or modes.needs_operations() or function_modes() or guard.must_decompose():
             return self.present.forward(module, *args, **kwargs)
         given: list[Tensor] = []
-        pattern = flatten(args, given), flatten(kwargs, given) if kwargs else NONE
-        arguments = args, kwargs
-        if None in pattern:
+        arguments, caches = (args, kwargs), self.caches
+        if caches.seen:
+            arguments = caches.taken_apart(module, args, kwargs)
+        pattern = flatten(arguments[0], given), flatten(arguments[1], given) if kwargs else NONE
+        if None in pattern and not caches.seen:
             given.clear()
-            arguments = self.caches.taken_apart(module, args, kwargs)
+            arguments = caches.taken_apart(module, args, kwargs)
             pattern = flatten(arguments[0], given), flatten(arguments[1], given) if kwargs else NONE
         if None in pattern or not given:
             left = *arguments[0], *arguments[1].values()
@@ -234,7 +216,7 @@ class Region:
             return self.present.forward(module, *args, **kwargs)
         if len(given) > 1 and len({*map(id, given)}) < len(given):
             pattern, given = without_repeats(pattern, given)
-        shape, read = given[0].shape, None
+        shape, reads = given[0].shape, list[Any]()
         for reader in self.readers:
             try:
                 found = reader.read(module)
@@ -247,10 +229,11 @@ class Region:
                 entry = self.entry_of((reader, values, pattern), shape, given, tensors)
             except (TypeError, ValueError, RuntimeError):  # what was read cannot be compared any more
                 return self.present.forward(module, *args, **kwargs)
-            read = reader, values, tensors
+            reads.append((reader, values, tensors))
             if entry is not None:
-                again = entry.fits is not None and self.prefers_one_size(given[0].device)
-                if again and self.comes_again(module, pattern, given, read):
+                many = entry.fits is not None and not with_caches_that_grow(pattern)
+                many = many and self.prefers_one_size(given[0].device)
+                if many and self.comes_again(module, pattern, given, reads, served=True):
                     break
                 if entry.refusal is not None:
                     self.failed()
@@ -268,7 +251,7 @@ class Region:
                     self.many_sizes.entries[reader, values, pattern].remove(entry)
                 return self.present.forward(module, *args, **kwargs)
         else:
-            if not self.comes_again(module, pattern, given, read):
+            if not self.comes_again(module, pattern, given, reads):
                 return self.present.forward(module, *args, **kwargs)
         return self.first(module, args, kwargs, given, pattern, arguments)
 
@@ -290,7 +273,7 @@ class Region:
 
     @staticmethod
     def prefers_one_size(device: torch.device) -> bool:
-        """Whether an entry for one size is better than one for many: that one has no generated kernels."""
+        """Whether an entry for one size is faster than one for many, as generated kernels are."""
         return backends.generates_kernels(device)
 
     def made(self) -> list[Entry]:
@@ -298,25 +281,24 @@ class Region:
         every = [*self.entries.values(), *self.many_sizes.entries.values()]
         return [entry for entries in every for entry in entries if entry.refusal is None]
 
-    def comes_again(self, module: nn.Module, pattern: Any, given: list[Tensor], read: Any) -> bool:
-        """Whether a call without an entry is to be recorded; it counts as seen. ``read`` is what its reader, if there
-        is one, has read."""
-        if len(self.seen) >= MAX_SEEN:
-            self.seen.clear()
-            self.called.clear()
-        seen = id(module), (pattern, given[0].shape)
-        self.seen[seen] += 1
-        self.called[id(module), pattern] += 1
-        kind = read and kind_of(*read)
-        of_module = self.asked.setdefault(module, Recordings())
-        # A checkpoint compares what a forward keeps with what the same forward keeps when it is computed again.
+    def comes_again(
+        self, module: nn.Module, pattern: Any, given: list[Tensor], reads: Sequence[Any], served: bool = False
+    ) -> bool:
+        """Whether a call without an entry of its own is to be recorded; it counts as seen.
+
+        Args:
+            reads: readers, and what each has read.
+            served: whether an entry for many sizes serves it.
+        """
+        demand, call = self.demand, (module, pattern, given)
+        demand.count(*call)
         if _saved_tensors_hooks(True) is not None:
-            return of_module.count < MAX_RECORDINGS
-        called = self.called[id(module), pattern]
-        if called >= CALLS and called > self.seen[seen] and self.many_sizes.may_be(read, pattern, given):
+            return not served and demand.has_room(module)
+        grows = with_caches_that_grow(pattern)
+        other = not served and (grows or demand.may_be_one_of_many(*call))
+        if other and self.many_sizes.may_be(reads, pattern, given):
             return True  # of other sizes than before: there may be one program for all
-        unpaid = max(of_module.unpaid(), self.alike[kind].unpaid() if kind in self.alike else 0)
-        return self.explained or self.seen[seen] >= CALLS << max(0, unpaid - FREE)
+        return self.explained or (not grows and demand.is_due(*call, reads, served))
 
     def run(self, entry: Entry, arguments: tuple[Any, ...], inputs: tuple[Tensor, ...]) -> Any:
         """The result of a call."""
@@ -354,7 +336,8 @@ class Region:
         if not (_hooks_enabled() and _lock.acquire(blocking=False)):
             return self.present.forward(module, *args, **kwargs)
         asked_for = self.explained or _saved_tensors_hooks(True) is not None
-        new_size = not asked_for and self.seen[id(module), (pattern, given[0].shape)] < CALLS
+        new_size = not asked_for and self.demand.is_new(module, pattern, given)
+        new_size |= with_caches_that_grow(pattern)
         try:
             with no_regions(), saved_tensors_hooks(guard.kept_as_is, guard.kept_as_is):
                 found = self.prepared(module, *arguments, given, pattern, new_size)
@@ -388,7 +371,7 @@ class Region:
         ``new_size`` says that its sizes come for the first time: it may do what later ones do not."""
         if pattern in self.refused:
             return None
-        self.asked.setdefault(module, Recordings()).count += 1
+        self.demand.of(module).count += 1
         try:
             lookups = frozenset[Any]().union(*(adapter.lookups() for adapter in adapters()))
             original = original_class(module).forward
@@ -412,7 +395,6 @@ class Region:
         if found is None:
             return None
         values, tensors = found
-        entries = self.entries.setdefault((reader, values, pattern, given[0].shape), [])
         if reader not in self.readers:
             self.readers.append(reader)
         inputs = (*given, *tensors)
@@ -420,40 +402,32 @@ class Region:
         entry = Entry(guard, GlobalStateGuard(), reader, values, pattern, len(given))
         entry.exact, entry.what = reader.exact(values), described(module, given)
         entry.geometries = tuple(map(Sized.of, inputs))
-        alike = self.alike[kind_of(reader, values, tensors)]
-        alike.count += 1
-        for recordings in (self.asked[module], alike):
-            recordings.entries.append(entry)
+        self.demand.add(module, entry, tensors)
         try:
-            self.record(entry, module, inputs, new_size)
+            recorded = self.record(entry, module, inputs, new_size)
         except Refusal as refusal:
             entry.refusal = refusal.kept()
         if not new_size or entry.refusal is not None:
-            entries.append(entry)  # Complete: another thread may run it from now on.
-        self.many_sizes.look_for(entry, module, inputs)
+            key = reader, values, pattern, given[0].shape
+            self.entries.setdefault(key, []).append(entry)  # Complete: another thread may run it from now on.
+        if entry.refusal is None:
+            self.many_sizes.look_for(entry, module, inputs, recorded)
         return None if entry.refusal is not None else (entry, inputs)
 
-    def record(self, entry: Entry, module: nn.Module, real: tuple[Tensor, ...], new_size: bool) -> None:
+    def record(self, entry: Entry, module: nn.Module, real: tuple[Tensor, ...], new_size: bool) -> Recorded:
         """Complete an entry from one run, which leaves everything as it was before. One of a new size has no generated
         kernels: it is there to be compared.
 
         Raises:
             Refusal: such calls cannot be a region.
         """
-        tensors = real[entry.count :]
-        known = all(type(t) in guard.PLAIN and t.layout is torch.strided for t in real)
-        if not known or any(t.device.type not in ("cpu", "cuda") for t in real):
-            raise Refusal(Reason.READS_STATE, "a tensor of another type or layout, or on another device")
-        if any(t._backward_hooks for t in tensors):  # The gradients of a recording are none.
-            raise Refusal(Reason.READS_STATE, "a parameter with a hook")
-        # Without grad mode: a cache that requires gradients from then on would need them of what it was before, too.
-        held = [] if torch.is_grad_enabled() else held_by_caches(entry.pattern, real)
-        state = [t for t in (*held, *tensors) if not t.requires_grad]
+        state = what_may_be_written(entry, real)
         before = Before(state, real)
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # A cast that was made before would be a tensor from outside.
         try:
-            recording = Recording(entry, self.present.forward, module, real, state, self.explained)
+            with without_plans() if new_size else nullcontext():
+                recording = Recording(entry, self.present.forward, module, real, state, self.explained)
             generated = self.made_of(recording, entry, module, not new_size)
             inputs = (*real, *entry.constants)
             changed = {*map(id, before.changed())}
@@ -484,6 +458,14 @@ class Region:
                     entry.fused, entry.costs = None, entry.costs[:1]
                 if entry.fused is None and any([*child.children()] for child in module.children()):
                     raise Refusal(Reason.TRACE_FAILED, "its generated kernels give something else")
+
+            def agrees_again(code: Executor) -> bool:
+                try:
+                    return agrees(code)
+                finally:
+                    before.restore()
+
+            return Recorded(recording.tape.layouts, agrees_again)
         except (Refusal, RecordingError):
             raise
         except Exception as error:
@@ -557,6 +539,23 @@ class Region:
             message = f"calls of {name} run without what failed, and may be slower; please report it: {text}"
             warnings.warn(message, PatchWarning, stacklevel=2)
         return text
+
+
+def what_may_be_written(entry: Entry, real: Sequence[Tensor]) -> list[Tensor]:
+    """Of what a call is given and reads what it may write.
+
+    Raises:
+        Refusal: no region takes these tensors.
+    """
+    tensors = real[entry.count :]
+    known = all(type(t) in guard.PLAIN and t.layout is torch.strided for t in real)
+    if not known or any(t.device.type not in ("cpu", "cuda") for t in real):
+        raise Refusal(Reason.READS_STATE, "a tensor of another type or layout, or on another device")
+    if any(t._backward_hooks for t in tensors):  # The gradients of a recording are none.
+        raise Refusal(Reason.READS_STATE, "a parameter with a hook")
+    # Without grad mode: a cache that requires gradients from then on would need them of what it was before, too.
+    held = [] if torch.is_grad_enabled() else held_by_caches(entry.pattern, real)
+    return [t for t in (*held, *tensors) if not t.requires_grad]
 
 
 def region_class(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,21 @@ from torch.utils import _pytree as pytree
 
 from fastlayers.patching.capture.caches import Arguments, Slot
 from fastlayers.patching.capture.values import is_value
-from fastlayers.patching.program.numbers import is_symbolic
+from fastlayers.patching.program.numbers import is_symbolic, map_numbers
 from fastlayers.patching.runtime.lazy import LazyTensor, Recipe, lazy
 
-__all__ = ["Argument", "OpaqueError", "Place", "Taken", "put_together", "take_apart", "take_changes", "tensors_in"]
+__all__ = [
+    "Argument",
+    "Number",
+    "OpaqueError",
+    "Place",
+    "Taken",
+    "put_together",
+    "take_apart",
+    "take_changes",
+    "tensors_in",
+    "with_numbers",
+]
 
 
 class OpaqueError(Exception):
@@ -37,6 +48,12 @@ class View(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+
+
+class Number(NamedTuple):
+    """A number that follows from sizes of the tensors of a call, and what gives it for these."""
+
+    of: Callable[[Sequence[Tensor]], int]
 
 
 class Taken(list[Tensor]):
@@ -99,9 +116,7 @@ def take_apart(value: Any, tensors: Taken, inside: bool = False) -> Any:
         return Lazy(value.recipe, [place(t, tensors) for t in value.sources])
     if isinstance(value, Tensor):
         return place(value, tensors)
-    if is_symbolic(value):
-        raise OpaqueError("it returns a number that follows from sizes")
-    if is_value(value):
+    if is_symbolic(value) or is_value(value):
         return value
     if id(value) in tensors.arguments:
         return tensors.arguments[id(value)]
@@ -148,11 +163,23 @@ def place(t: Tensor, tensors: Taken) -> Place | View:
             return Place(i)
         if is_view(t, other):
             tensors.views.append((i, t))
-            if any(map(is_symbolic, (*t.shape, *t.stride()))):
-                raise OpaqueError("it returns a view of a size that may be another one")
-            return View(i, t.shape, t.stride(), int(t.storage_offset() - other.storage_offset()))
+            offset: Any = t.storage_offset() - other.storage_offset()
+            return View(i, tuple(t.shape), t.stride(), offset if is_symbolic(offset) else int(offset))
     tensors.append(t)
     return Place(len(tensors) - 1)
+
+
+def with_numbers(parts: Any, number: Callable[[Any], Any]) -> Any:
+    """The parts of a value with something else in place of their symbolic numbers."""
+    if isinstance(parts, View):
+        return View(parts.number, *(map_numbers(each, number) for each in parts[1:]))
+    if isinstance(parts, Nested):
+        return Nested(parts.spec, [with_numbers(leaf, number) for leaf in parts.leaves])
+    if isinstance(parts, Lazy):
+        return Lazy(parts.recipe, [with_numbers(source, number) for source in parts.sources])
+    if isinstance(parts, Made):
+        return Made(parts.value, {name: with_numbers(part, number) for name, part in parts.attributes.items()})
+    return number(parts) if is_symbolic(parts) else parts
 
 
 def is_view(t: Tensor, of: Tensor) -> bool:
@@ -188,7 +215,10 @@ def put_together(parts: Any, tensors: Sequence[Tensor], arguments: Any = (), mad
         return tensors[parts.number]
     if isinstance(parts, View):
         base = tensors[parts.number]
-        return base.as_strided(parts.shape, parts.strides, base.storage_offset() + parts.offset)
+        shape, strides, (offset,) = (known(each, tensors) for each in (parts.shape, parts.strides, (parts.offset,)))
+        return base.as_strided(shape, strides, base.storage_offset() + offset)
+    if isinstance(parts, Number):
+        return parts.of(tensors)
     if isinstance(parts, Nested):
         made = {} if made is None else made
         leaves = [put_together(leaf, tensors, arguments, made) for leaf in parts.leaves]
@@ -206,6 +236,10 @@ def put_together(parts: Any, tensors: Sequence[Tensor], arguments: Any = (), mad
             vars(value).update({name: put_together(part, tensors, arguments, made) for name, part in attributes})
         return made[id(parts)]
     return parts
+
+
+def known(numbers: Sequence[Any], tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(number.of(tensors) if isinstance(number, Number) else number for number in numbers)
 
 
 def tensors_in(value: Any) -> Taken:

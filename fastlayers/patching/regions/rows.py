@@ -8,7 +8,7 @@ from torch import nn
 
 from fastlayers.patching.reasons import Reason
 from fastlayers.patching.regions.entries import Entry
-from fastlayers.patching.regions.region import CALLS, FREE, Region
+from fastlayers.patching.regions.region import Region
 from fastlayers.patching.report import RegionRow, SignatureRow
 
 __all__ = ["region_of", "rows_of", "signature_of"]
@@ -56,11 +56,9 @@ def reasons_of(region: Region) -> Iterator[tuple[Reason, str]]:
     yield from ((Reason.UNKNOWN_ARGUMENT, kind.__name__) for kind in region.strange)
     yield from ((Reason.DIFFERENTIATED, entry.what) for entry in entries if entry.differentiated)
     yield from ((Reason.SOME_GRADIENTS, entry.what) for entry in entries if entry.apart)
-    several = (each.count for each in (*region.asked.values(), *region.alike.values()) if each.unpaid() > FREE)
-    most = max(several, default=0)
+    most = region.demand.most_unpaid()
     if most:
         yield Reason.MANY_SIGNATURES, f"{most} recordings"
-    recorded = {key[2:] for key in [*region.entries]}
-    once = {key for (_, key), count in [*region.seen.items()] if count < CALLS and key not in recorded}
+    once = region.demand.seen_once() - {key[2:] for key in [*region.entries]}
     if once:
         yield Reason.SEEN_ONCE, f"{len(once)} signatures"

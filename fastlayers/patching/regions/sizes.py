@@ -8,33 +8,44 @@ compared with both recordings, operation by operation, numbers included.
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverloadPacket
 from torch.autograd.graph import saved_tensors_hooks
 
+from fastlayers.kernels.symbolic import NAME, Symbolic
 from fastlayers.ops import guard
+from fastlayers.patching.capture.reads import without_a_log_of_errors
+from fastlayers.patching.program.cost import cost_of
 from fastlayers.patching.program.derivative import Derivative
 from fastlayers.patching.program.executors import executor_class
-from fastlayers.patching.program.numbers import at_sizes, is_symbolic, map_numbers, number_at, with_sizes
+from fastlayers.patching.program.numbers import at_sizes, is_one, is_symbolic, map_numbers, number_at, with_sizes
 from fastlayers.patching.program.program import Program, renamed
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.regions.entries import Entry, Sized, described, no_regions
 from fastlayers.patching.regions.readers import Reader
-from fastlayers.patching.regions.recording import Recording, what_torch_refuses
+from fastlayers.patching.regions.recording import Recorded, Recording, what_torch_refuses, without_plans
+from fastlayers.patching.regions.results import Number, with_numbers
 from fastlayers.patching.regions.stand_ins import stand_in
 
 __all__ = ["ManySizes"]
 
 #: Recordings of calls that differ in sizes, after which no program for all is looked for any more.
 TRIES = 3
+#: Programs for calls that differ in sizes alone, after which no other one is looked for.
+MOST_PROGRAMS = 8
+#: The least of the sizes at which kernels are written.
+LEAST_PRIME = 13
 #: What of a program is the same for all sizes.
 NAMES = ("inputs", "results", "kept", "grads", "wanted", "constants")
 
@@ -73,42 +84,53 @@ class ManySizes:
         self._tries: Counter[Any] = Counter()
         self._recorded: dict[Any, list[Entry]] = defaultdict(list)
 
-    def may_be(self, read: tuple[Reader, tuple[Any, ...], Any] | None, pattern: Any, given: Sequence[Tensor]) -> bool:
-        """Whether it is to be tried once more for such calls; ``read`` is what their reader, if there is one, has
-        read. One of sizes that were recorded, as of another layer in the same step, says nothing new."""
+    def may_be(
+        self, reads: Iterable[tuple[Reader, tuple[Any, ...], Any]], pattern: Any, given: Sequence[Tensor]
+    ) -> bool:
+        """Whether it is to be tried once more for such calls; ``reads`` are readers, and what they have read. One of
+        sizes that were recorded, as of another layer in the same step, says nothing new."""
         looks = tuple(map(Sized.of, given))
-        key = None if read is None else (*read[:2], pattern, *kind_of_call(looks))
-        known = any(entry.geometries[: entry.count] == looks for entry in self._recorded.get(key, ()))
-        return self._tries[key] < TRIES and self._tries[pattern] < TRIES and not known
+        kind = kind_of_call(looks)
+        keys = [(*read[:2], pattern, *kind) for read in reads]
+        known = any(
+            all(map(lie_alike, e.geometries[: e.count], looks)) for key in keys for e in self._recorded.get(key, ())
+        )
+        return max(self._tries[key] for key in (*keys, pattern)) < TRIES and not known
 
     def refused(self, pattern: Any) -> None:
         """Note that a call of sizes that were not seen before could not be recorded."""
         self._tries[pattern] += 1
 
-    def look_for(self, entry: Entry, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def look_for(self, entry: Entry, module: nn.Module, inputs: tuple[Tensor, ...], recorded: Recorded) -> None:
         """Look for an entry for all sizes, if a new one differs from one before in sizes alone.
 
         Args:
             module, inputs: the module, and what the call was given and read.
+            recorded: what the call was found to do.
         """
         key = entry.reader, entry.values, entry.pattern
-        recorded = *key, *kind_of_call(entry.geometries[: entry.count])
-        self._tries[recorded] += 1
-        alike = [other for other in self._recorded[recorded] if differ_in_sizes(other, entry)]
-        self._recorded[recorded].append(entry)
-        if not alike or self._tries[recorded] > TRIES or entry.reader.tests_numbers:
+        given = entry.geometries[: entry.count]
+        kind = *key, *kind_of_call(given)
+        if any(serves(known, given) for known in self.entries.get(key, ())):
+            return
+        self._tries[kind] += 1
+        alike = [other for other in self._recorded[kind] if differ_in_sizes(other, entry)]
+        self._recorded[kind].append(entry)
+        if not alike or self._tries[kind] > TRIES or entry.reader.tests_numbers:
             return
         buffers = (i for i, t in enumerate(inputs) if i >= entry.count and not t.requires_grad)
         try:
             forward, written = self._present.forward, {*entry.changed, *buffers}
-            found = generalised(forward, alike[-1], entry, module, inputs, written)
+            found = generalised(forward, alike[-1], entry, module, inputs, written, recorded, self._note_error)
         except Refusal as refusal:
             self.reason = refusal.kept()
         except Exception as error:
             self.reason = Refusal(Reason.RECORDING_FAILED, self._note_error("sizes", error))
         else:
             found.late = partial(self._late_derivative, found, stand_in(module))
-            self.entries.setdefault(key, []).append(found)
+            every = self.entries.setdefault(key, [])
+            every.append(found)
+            self._tries[kind] = 0 if len(every) < MOST_PROGRAMS else TRIES  # Other sizes may decide otherwise.
 
     def _late_derivative(self, entry: Entry, copy: nn.Module, inputs: tuple[Tensor, ...]) -> Derivative | Refusal:
         """The derivative for the sizes of a call, of a copy of the module as it was when its calls were recorded."""
@@ -124,7 +146,19 @@ class ManySizes:
 
 def kind_of_call(given: Iterable[Sized]) -> tuple[Any, ...]:
     """What tells calls apart that may have different programs, whatever their sizes."""
-    return torch.is_grad_enabled(), *((len(each.shape), each.kind) for each in given)
+    return torch.is_grad_enabled(), *((len(each.shape), each.kind, each.is_contiguous()) for each in given)
+
+
+def serves(entry: Entry, given: Sequence[Sized]) -> bool:
+    """Whether an entry for many sizes serves calls that are given such tensors."""
+    own = entry.geometries[: entry.count]
+    return kind_of_call(own) == kind_of_call(given) and entry.fits is not None and entry.fits(*given)
+
+
+def lie_alike(a: Sized, b: Sized) -> bool:
+    """Whether two tensors look alike, whatever the strides of dimensions with one element."""
+    steps = zip(a.shape, a.strides, b.strides, strict=True)
+    return a.shape == b.shape and a.kind == b.kind and all(n == 1 or first == second for n, first, second in steps)
 
 
 def differ_in_sizes(first: Entry, second: Entry) -> bool:
@@ -134,9 +168,28 @@ def differ_in_sizes(first: Entry, second: Entry) -> bool:
     pairs = [*zip(first.geometries, second.geometries, strict=True)]
     alike = all(len(a.shape) == len(b.shape) and a.kind == b.kind for a, b in pairs)
     same = (first.exact, first.attentions) == (second.exact, second.attentions)
-    same = same and (first.parts, first.stores) == (second.parts, second.stores)
     same = same and all(map(torch.equal, first.constants, second.constants))
     return alike and same and all(a == b for a, b in pairs[first.count :])
+
+
+class Traced(NamedTuple):
+    """A run of a forward on symbols.
+
+    Attributes:
+        entry: what is known of it.
+        program: with symbolic numbers.
+        fused: the same with generated kernels; None if there are none.
+        sizes: those that are symbols.
+        conditions: on them, as source.
+        inputs: the tensors that it was run on.
+    """
+
+    entry: Entry
+    program: Program
+    fused: Program | None
+    sizes: list[Size]
+    conditions: list[str]
+    inputs: list[Tensor]
 
 
 def generalised(
@@ -146,6 +199,8 @@ def generalised(
     module: nn.Module,
     real: Sequence[Tensor],
     written: Container[int],
+    recorded: Recorded,
+    note_error: Callable[[str, Exception], str],
 ) -> Entry:
     """The entry of all calls that differ from two recorded ones in sizes.
 
@@ -153,10 +208,49 @@ def generalised(
         forward: of the class whose calls were recorded.
         module, real: the module, and what the second call was given and read.
         written: the places of what the forward may write.
+        recorded: what that call was found to do.
+        note_error: takes note of what fails and leaves a program that is right.
 
     Raises:
         Refusal: there is none.
     """
+    with as_recorded(), what_torch_refuses(), without_a_log_of_errors():
+        traced = run_on_symbols(forward, first, second, module, real, written, recorded, note_error)
+    entry, sizes, strides = traced.entry, traced.sizes, traced.entry.facts.strides
+    entry.fits = fits_of(traced.inputs, sizes, traced.conditions)
+    if not all(entry.fits(*known.geometries) for known in (first, second)):
+        raise Refusal(Reason.SIZES, f"needs {' and '.join(traced.conditions)}")
+    entry.facts = second.facts._replace(strides=(None,) * len(second.facts.strides))
+    plain = with_sizes(traced.program, strides)
+    entry.program, entry.fused, entry.costs = replace(plain, values={}), None, second.costs[:1]
+    entry.code = entry.plain = executor_class()(plain, entry.facts)
+    if not recorded.agrees(entry.plain):
+        raise Refusal(Reason.SIZES, "it gives something else")
+    if traced.fused is not None:
+        generated = with_sizes(traced.fused, strides)
+        code = executor_class()(generated, entry.facts)
+        if recorded.agrees(code):
+            entry.code, entry.fused = code, replace(generated, values={}, fake=None)
+            entry.costs.append(cost_of(traced.fused))
+    entry.order, entry.constants, entry.attentions = second.order, second.constants, second.attentions
+    entry.parts, entry.stores = results_with(entry, lambda symbol: number_of(symbol, sizes))
+    entry.tensors = dynamic_guard(real, sizes)
+    entry.what = described(module, [any_size(second.geometries[i], i, sizes) for i in range(second.count)])
+    return entry
+
+
+def run_on_symbols(
+    forward: Callable[..., Any],
+    first: Entry,
+    second: Entry,
+    module: nn.Module,
+    real: Sequence[Tensor],
+    written: Container[int],
+    recorded: Recorded,
+    note_error: Callable[[str, Exception], str],
+) -> Traced:
+    """Trace a call on tensors without memory, and compare that with both recordings. Arguments as of
+    :func:`generalised`."""
     from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental import symbolic_shapes
@@ -169,30 +263,26 @@ def generalised(
         with mode:
             return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
-    with as_recorded(), what_torch_refuses():
-        fakes, sizes = symbolic_inputs(mode, first, second, real)
-        symbols: Any = [fakes[size.place].shape[size.dim] for size in sizes]
-        entry = replace(second, calls=0, _partial={}, geometry={}, stores=(), parts=None)
-        copy = stand_in(module)
-        with mode, enable_python_dispatcher(), entry.reader.replaced(copy, fakes[entry.count :]):
-            state = [t for i, t in enumerate(fakes) if i in written]
-            recording = Recording(entry, forward, copy, tuple(fakes), state, gradient=gradient)
-        program = recording.describe(entry)
-        conditions = environment.produce_guards_expression(symbols)
-    for which, recorded in enumerate((first, second)):
-        check_same(program, entry, recorded, {size.symbol: size.values[which] for size in sizes})
-    fits = fits_of(fakes, sizes, conditions)
-    if not all(fits(*recorded.geometries) for recorded in (first, second)):
-        raise Refusal(Reason.SIZES, f"needs {conditions}")
-    numbers = with_sizes(program, (size.symbol for size in sizes), entry.facts.strides)
-    entry.facts = second.facts._replace(strides=(None,) * len(second.facts.strides))
-    entry.program = replace(numbers, values={})
-    entry.code = entry.plain = executor_class()(numbers, entry.facts)
-    entry.fused, entry.costs, entry.order, entry.constants = None, second.costs[:1], second.order, second.constants
-    entry.parts, entry.stores, entry.attentions = second.parts, second.stores, second.attentions
-    entry.fits, entry.tensors = fits, dynamic_guard(real, sizes)
-    entry.what = described(module, [any_size(second.geometries[i], i, sizes) for i in range(second.count)])
-    return entry
+    fakes, sizes = symbolic_inputs(mode, first, second, real)
+    entry = replace(second, calls=0, _partial={}, geometry={}, stores=(), parts=None)
+    copy = stand_in(module)
+    replaced = entry.reader.replaced(copy, fakes[entry.count :])
+    with mode, enable_python_dispatcher(), replaced, without_plans():
+        state = [t for i, t in enumerate(fakes) if i in written]
+        call = entry, forward, copy, tuple(fakes), state
+        recording = Recording(*call, gradient=gradient, like=recorded.layouts)
+    program = replace(recording.describe(entry), fake=mode, symbols=symbols_of(sizes))
+    for which, known in enumerate((first, second)):
+        check_same(program, entry, known, {size.symbol: size.values[which] for size in sizes})
+    other = None
+    if recording.generates:
+        from fastlayers.patching.fusion.passes import fused  # needs Triton
+
+        other = fused(program, note_error)
+    symbols: Any = [fakes[size.place].shape[size.dim] for size in sizes]
+    needs = environment.produce_guards_expression(symbols)
+    conditions = [*filter(None, [needs]), *(other.conditions if other else ())]
+    return Traced(entry, program, other, sizes, conditions, fakes)
 
 
 @contextmanager
@@ -200,18 +290,54 @@ def as_recorded() -> Iterator[None]:
     """Let torch decompose operations on symbols as it decomposes others, as far as it can."""
     from torch.fx.experimental import symbolic_shapes
 
-    dropout: Any = torch.ops.aten.dropout.default
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     with (
         ExitStack() as stack,
-        mock.patch.dict(dropout.py_kernels, clear=True),
-        mock.patch.dict(dropout._dispatch_cache, clear=True),
         # Else the first symbol imports Inductor, to know whose lines are not the user's.
         mock.patch.object(symbolic_shapes, "uninteresting_files", frozenset),
     ):
         stack.callback(torch.set_autocast_cache_enabled, cached)
+        for op, kernels in whole_operations().items():
+            stack.enter_context(mock.patch.dict(op.py_kernels, kernels, clear=True))
+            stack.enter_context(mock.patch.dict(op._dispatch_cache, clear=True))
         yield
+
+
+#: Where torch has what an operation consists of, in Python. Of symbols it would take that, of others its own kernels.
+AUTOGRAD, COMPOSITE = torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+@cache
+def whole_operations() -> dict[Any, dict[Any, Any]]:
+    """torch's operations that it decomposes for symbols alone, with what it has for them in Python but that."""
+    import torch._decomp
+
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
+    overloads = [getattr(p, name) for p in packets if isinstance(p, OpOverloadPacket) for name in p.overloads()]
+    found = {}
+    for op in overloads:
+        if AUTOGRAD in op.py_kernels:
+            found[op] = {key: kernel for key, kernel in op.py_kernels.items() if key not in (AUTOGRAD, COMPOSITE)}
+            if "upsample" in op._schema.name and op._overloadname == "vec":
+                found[op][COMPOSITE] = partial(resized, op.overloadpacket.default)
+        elif "upsample" in op._schema.name and op._schema.name.endswith("_backward") and op._overloadname == "default":
+            found[op] = {**op.py_kernels, torch._C.DispatchKey.Meta: resized_back}
+    return found
+
+
+def resized_back(dy: Tensor, sizes: Sequence[int], before: Sequence[int], *_: Any) -> Tensor:
+    """The gradient of an image that was resized: torch describes it for some modes alone."""
+    return dy.new_empty(before).contiguous(memory_format=torch._prims_common.suggest_memory_format(dy))
+
+
+def resized(op: Any, x: Tensor, sizes: Sequence[int] | None, *options: Any) -> Tensor:
+    """Resize an image to given sizes, or by factors, which come last. In C++ torch makes a number of the sizes."""
+    *flags, factors = options
+    if sizes is None:
+        pairs = zip(x.shape[2:], factors, strict=True)
+        sizes = [n * int(f) if int(f) == f else torch.sym_int(n * f) for n, f in pairs]
+    return op(x, sizes, *flags, *(factors or [None] * len(sizes)))  # type: ignore[no-any-return]
 
 
 def symbolic_inputs(mode: Any, first: Entry, second: Entry, real: Sequence[Tensor]) -> tuple[list[Tensor], list[Size]]:
@@ -243,6 +369,19 @@ def any_size(geometry: Sized, place: int, sizes: Sequence[Size]) -> Sized:
     return geometry._replace(shape=shape)
 
 
+def symbols_of(sizes: Sequence[Size]) -> dict[Any, Symbolic]:
+    """What stands for the symbols of torch in kernels. These are written at sizes that nothing divides by chance."""
+    found: dict[Any, Symbolic] = {}
+    used: set[int] = set()
+    for size in sizes:
+        value = max(*size.values, LEAST_PRIME)
+        while value in used or any(value % divisor == 0 for divisor in range(2, math.isqrt(value) + 1)):
+            value += 1
+        used.add(value)
+        found[size.symbol] = Symbolic.symbol(f"{NAME}{len(found)}", value)
+    return found
+
+
 def check_same(program: Program, entry: Entry, recorded: Entry, sizes: Mapping[Any, int]) -> None:
     """Compare the program, for the sizes of a recording, with what was recorded.
 
@@ -251,18 +390,41 @@ def check_same(program: Program, entry: Entry, recorded: Entry, sizes: Mapping[A
     """
     assert recorded.program is not None
     known, program = numbered(recorded.program), numbered(program)
+    for ours, theirs in ((program.forward, known.forward), (program.backward, known.backward)):
+        for a, b in zip(at_sizes(ours, sizes), at_sizes(theirs, {}), strict=False):
+            if a != b:
+                raise Refusal(Reason.SIZES, f"{a} instead of {b}")
+        if len(ours) != len(theirs):
+            raise Refusal(Reason.SIZES, f"{len(ours)} operations instead of {len(theirs)}")
     for name in NAMES:
         if getattr(program, name) != getattr(known, name):
             raise Refusal(Reason.SIZES, f"other {name}")
-    for ours, theirs in ((program.forward, known.forward), (program.backward, known.backward)):
-        if len(ours) != len(theirs):
-            raise Refusal(Reason.SIZES, f"{len(ours)} operations instead of {len(theirs)}")
-        for a, b in zip(at_sizes(ours, sizes), at_sizes(theirs, {}), strict=True):
-            if a != b:
-                raise Refusal(Reason.SIZES, f"{a} instead of {b}")
+    results = results_with(entry, lambda symbol: number_at(symbol, sizes))
+    if results != (recorded.parts, recorded.stores):
+        raise Refusal(Reason.SIZES, "other results")
     strides = map_numbers(entry.facts.strides, lambda symbol: number_at(symbol, sizes))
     if entry.facts._replace(strides=strides) != recorded.facts:
         raise Refusal(Reason.SIZES, "other results")
+
+
+def results_with(entry: Entry, number: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """The parts of what an entry returns, and of what it stores, with something in place of their symbolic numbers."""
+    stores = tuple(
+        (argument, {name: with_numbers(part, number) for name, part in attributes.items()})
+        for argument, attributes in entry.stores
+    )
+    return with_numbers(entry.parts, number), stores
+
+
+def number_of(symbol: Any, sizes: Sequence[Size]) -> Number:
+    """What gives a number for the tensors of a call."""
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+    from torch.utils._sympy.printers import PythonPrinter
+
+    names = {str(size.symbol): f"tensors[{size.place}].shape[{size.dim}]" for size in sizes}
+    source = PythonPrinter().doprint(symbol.node.expr)
+    source = re.sub(r"\bs\d+\b", lambda name: names[name[0]], source)
+    return Number(eval(f"lambda tensors: {source}", dict(SYMPY_INTERP)))
 
 
 def numbered(program: Program) -> Program:
@@ -271,20 +433,21 @@ def numbered(program: Program) -> Program:
     return renamed(program, {name: f"r{i}" for i, name in enumerate(dict.fromkeys(makes))})
 
 
-def fits_of(fakes: Sequence[Tensor], sizes: Sequence[Size], conditions: str | None) -> Callable[..., bool]:
+def fits_of(fakes: Sequence[Tensor], sizes: Sequence[Size], conditions: Sequence[str]) -> Callable[..., bool]:
     """A function of what a call is given: whether its sizes are among those that a program is for."""
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
     from torch.utils._sympy.printers import PythonPrinter
 
     printer = PythonPrinter()
-    lines = [f"    {size.symbol} = x{size.place}.shape[{size.dim}]" for size in sizes]
-    tests = [conditions or "True"]
+    sources = [(size.symbol, f"x{size.place}.shape[{size.dim}]") for size in sizes]
+    lines = [f"    {NAME}{i} = {symbol} = {source}" for i, (symbol, source) in enumerate(sources)]
+    tests = ["True", *conditions]
     for place in dict.fromkeys(size.place for size in sizes):
-        given: tuple[Any, ...] = fakes[place].stride()
-        strides = [printer.doprint(s.node.expr) if is_symbolic(s) else s for s in given]
-        tests.append(f"x{place}.stride() == ({''.join(f'{each}, ' for each in strides)})")
+        steps: Any = enumerate(zip(fakes[place].shape, fakes[place].stride(), strict=True))
+        strides = {d: printer.doprint(s.node.expr) if is_symbolic(s) else s for d, (n, s) in steps if not is_one(n)}
+        tests += [f"x{place}.stride({d}) == {stride}" for d, stride in strides.items()]
     for number, size in enumerate(sizes):
-        tests[0] = tests[0].replace(f"L['t{number}']", str(size.symbol))
+        tests = [test.replace(f"L['t{number}']", str(size.symbol)) for test in tests]
     names = ", ".join(f"x{place}" for place in range(max(size.place for size in sizes) + 1))
     source = "\n".join([f"def fits({names}, *_):", *lines, f"    return {' and '.join(tests)}"])
     scope: dict[str, Any] = dict(SYMPY_INTERP)
@@ -299,5 +462,8 @@ def dynamic_guard(real: Sequence[Tensor], sizes: Sequence[Size]) -> Any:
     dims = {(size.place, size.dim) for size in sizes}
     free = {size.place for size in sizes}
     shapes: Any = [[None if (i, d) in dims else n for d, n in enumerate(t.shape)] for i, t in enumerate(real)]
-    strides: Any = [[None] * t.dim() if i in free else [*t.stride()] for i, t in enumerate(real)]
+    strides: Any = [
+        [None if i in free or n == 1 else stride for n, stride in zip(t.shape, t.stride(), strict=True)]
+        for i, t in enumerate(real)
+    ]
     return TensorGuards(*real, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)

@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from fastlayers import backends
-from fastlayers.ops.guard import PLAIN, is_plain
+from fastlayers.ops.guard import is_plain
 from fastlayers.ops.modes import sees_functions
 from fastlayers.patching.reasons import PatchError
 
@@ -106,7 +106,7 @@ def without_kernels(x: object) -> bool:
     if type(x) is list and x:  # of tensors, as in DenseNet
         x = x[0]
     return (
-        type(x) in PLAIN
+        is_plain(x)
         and not x.is_cuda  # type: ignore[attr-defined]
         and not _rewritten_everywhere
         and backends.get_backend() is None
@@ -125,7 +125,7 @@ def with_little(x: object) -> bool:
     """Whether a call on ``x`` is one that the host takes longer for than the GPU or the kernels of a CPU. Calls that
     are recorded for a region are not: there a kernel may become a part of a larger one."""
     return (
-        type(x) in PLAIN
+        is_plain(x)
         and x.numel() <= (LITTLE if x.is_cuda else LITTLE_ON_A_CPU)  # type: ignore[attr-defined]
         and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"))
         and not _rewritten_everywhere
@@ -282,7 +282,7 @@ def cast_dtype(casts: Casts | None, *tensors: Tensor | None) -> torch.dtype | No
     if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
         return None
     for t in tensors:  # Autocast ignores float64, and tensor subclasses may ignore autocast.
-        if t is not None and (t.dtype is torch.float64 or type(t) not in PLAIN):
+        if t is not None and (t.dtype is torch.float64 or not is_plain(t)):
             return None
     test, module = casts
     return torch.get_autocast_dtype(kind) if test(module) else None

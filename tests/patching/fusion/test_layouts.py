@@ -51,7 +51,7 @@ class Residual(Parts):
 
 
 def test_tokens_of_an_image_come_in_rows(device, monkeypatch):
-    monkeypatch.setattr("fastlayers.patching.regions.region.CALLS", 1)
+    monkeypatch.setattr("fastlayers.patching.regions.demand.CALLS", 1)
     stock = nn.Sequential(Patches(), Residual(norm=nn.LayerNorm(16), linear=nn.Linear(16, 16))).to(device)
     model, images = copy.deepcopy(stock), torch.randn(2, 3, 16, 16, device=device)
     for layer in model:

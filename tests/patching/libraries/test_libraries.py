@@ -27,6 +27,7 @@ from fastlayers.patching import (
     verify_patch,
 )
 from fastlayers.patching.ir.known_functions import fused_rotary, is_rotary
+from fastlayers.patching.regions import demand
 from fastlayers.patching.regions import region as regions
 from tests.patching.libraries import losses
 from tests.patching.networks import Parts
@@ -319,7 +320,7 @@ def test_an_attention_of_transformers_4(monkeypatch):
     registry["plain"] = plain_attention
     monkeypatch.setitem(globals(), "ATTENTIONS", registry)
     monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
-    monkeypatch.setattr(regions, "CALLS", 1)
+    monkeypatch.setattr(demand, "CALLS", 1)
     stock, x = Block(norm=nn.LayerNorm(16), attention=Attention()), torch.randn(2, 5, 16)
     tables = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
     model = patch_model(copy.deepcopy(stock))

@@ -4,14 +4,14 @@ import pytest
 
 from fastlayers import backends
 from fastlayers.patching.program import executors
-from fastlayers.patching.regions import region as regions
+from fastlayers.patching.regions import demand
 from fastlayers.patching.regions.region import Region
 
 
 @pytest.fixture
 def from_the_first_call(request, monkeypatch):
     if "checkpointing" not in request.node.name:
-        monkeypatch.setattr(regions, "CALLS", 1)
+        monkeypatch.setattr(demand, "CALLS", 1)
 
 
 @pytest.fixture(params=["python", "native"])

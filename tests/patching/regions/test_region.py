@@ -13,10 +13,11 @@ from torch import nn
 import fastlayers
 from fastlayers.patching import plan
 from fastlayers.patching.reasons import PatchWarning
-from fastlayers.patching.regions import recording
+from fastlayers.patching.regions import demand
 from fastlayers.patching.regions import region as regions
+from fastlayers.patching.regions.demand import FREE
 from fastlayers.patching.regions.entries import no_regions
-from fastlayers.patching.regions.region import FREE, size_of
+from fastlayers.patching.regions.region import size_of
 from tests.harness import DEVICES, assert_no_worse, needs_gpu
 from tests.patching.networks import Parts
 from tests.patching.regions import blocks
@@ -246,7 +247,7 @@ class Scaled(Block):
 
 def test_numbers_that_keep_changing_are_recorded_ever_later(runs, monkeypatch):
     """The fourth one at its second call, the fifth at its fourth, and so on."""
-    monkeypatch.setattr(regions, "FREE", 2)
+    monkeypatch.setattr(demand, "FREE", 2)
     module = Scaled()
     region = in_regions(module)
     for number, calls in enumerate((1, 1, 1, 2, 4, 8), start=1):
@@ -254,7 +255,7 @@ def test_numbers_that_keep_changing_are_recorded_ever_later(runs, monkeypatch):
             runs.clear()
             same(module, region, tokens(), float(number))
             assert runs == [True] * (call == calls)
-    monkeypatch.setattr(recording, "PAYING", 5)
+    monkeypatch.setattr(demand, "PAYING", 5)
     for _ in range(20):  # which pay for four of the six
         same(module, region, tokens(), 3.0)
     runs.clear()
@@ -263,7 +264,7 @@ def test_numbers_that_keep_changing_are_recorded_ever_later(runs, monkeypatch):
 
 
 def test_alike_layers_share_what_changing_numbers_may_cost(runs, monkeypatch):
-    monkeypatch.setattr(regions, "FREE", 2)
+    monkeypatch.setattr(demand, "FREE", 2)
     known = {}
     stock = [Scaled() for _ in range(4)]
     layers = [in_regions(block, known) for block in stock]
@@ -326,7 +327,7 @@ def test_a_hook_from_the_start(runs, monkeypatch):
 
 
 def test_what_is_seen_once_is_not_recorded(runs, monkeypatch):
-    monkeypatch.setattr(regions, "CALLS", 2)
+    monkeypatch.setattr(demand, "CALLS", 2)
     module = Block()
     region = in_regions(module)
     same(module, region, tokens())

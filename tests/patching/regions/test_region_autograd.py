@@ -27,6 +27,7 @@ from fastlayers import functional
 from fastlayers.graphs.state import Counter as Operations
 from fastlayers.graphs.words import InWords
 from fastlayers.ops import elementwise, rotary, squeeze_excite
+from fastlayers.patching.regions import demand
 from fastlayers.patching.regions import region as regions
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.regions.region import Region
@@ -207,7 +208,7 @@ def test_second_derivatives(make, device):
 
 
 def test_one_tensor_given_twice(runs, monkeypatch):
-    monkeypatch.setattr(regions, "FREE", 4)
+    monkeypatch.setattr(demand, "FREE", 4)
     module = Cross()
     region = in_regions(module)
     x, y = tokens(2, 3, 8), tokens(2, 3, 8)
@@ -270,7 +271,7 @@ class Moves(nn.Module):
 
 
 def test_an_assignment_of_what_is_there(runs, monkeypatch):
-    monkeypatch.setattr(regions, "CALLS", 2)  # as users have it: the first call assigns
+    monkeypatch.setattr(demand, "CALLS", 2)  # as users have it: the first call assigns
     module = Moves()
     region = in_regions(module)
     for x in (tokens(2, 8), tokens(2, 8), tokens(2, 8), tokens(3, 8), tokens(3, 8)):

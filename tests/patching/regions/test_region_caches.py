@@ -12,6 +12,7 @@ from torch import nn
 import fastlayers
 from fastlayers.patching.capture.caches import Slot
 from fastlayers.patching.libraries.adapters import Adapter, register_adapter
+from fastlayers.patching.regions import sizes
 from tests.patching.regions.blocks import leaves
 
 pytestmark = [pytest.mark.cpu_kernels, pytest.mark.usefixtures("from_the_first_call", "any_size", "executor")]
@@ -25,7 +26,7 @@ class Held:
 
     def update(self, k):
         self.keys = torch.cat([torch.tensor([], dtype=k.dtype) if self.keys is None else self.keys, k], 1)
-        self.calls += 1
+        self.calls += k.shape[1]
         return self.keys
 
 
@@ -40,6 +41,15 @@ class Written(Held):
         self.keys.index_copy_(1, self.place + torch.arange(k.shape[1]), k)
         self.place.add_(k.shape[1])
         return self.keys
+
+
+class Window(Held):
+    """The last keys of many."""
+
+    def update(self, k):
+        every = k if self.keys is None else torch.cat([self.keys, k], 1)
+        self.keys, self.calls = every[:, -7:], self.calls + k.shape[1]
+        return every
 
 
 class Cache:
@@ -69,7 +79,8 @@ class Caches(Adapter):
         if type(cache) is not Cache:
             return None
         layer = cache.layers[number]
-        return Slot(cache, layer, grows=type(layer) is Held and layer.calls > 0)
+        counts = ["calls"] if type(layer.calls) is int else []
+        return Slot(cache, layer, grows=layer.keys is not None and type(layer) is not Written, counts=counts)
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +115,7 @@ def test_what_a_cache_keeps_is_there_and_layers_share_a_recording(runs):
         caches = [Cache(Held(), Held()) for _ in models]
         found = [run(model, x, cache) for model, cache in zip(models, caches, strict=True)]
         assert_same([[out, *(held.keys for held in cache.layers)] for out, cache in zip(found, caches, strict=True)])
-        assert [held.calls for held in caches[1].layers] == [1, 1]
+        assert [held.calls for held in caches[1].layers] == [3, 3]
         assert_same([grads(out.sum(), model) for out, model in zip(found, models, strict=True)])
     assert runs == [True, False, False, False]
     (entry,) = type(models[1][0]).__fastlayers_region__.made()
@@ -145,18 +156,41 @@ def test_a_cache_that_is_written_in_place(runs):
     assert runs == [True, False, False, False]
 
 
-def test_a_cache_that_grows_runs_op_by_op_and_later_calls_do_not(runs):
+def entries(model):
+    region = type(model[0]).__fastlayers_region__
+    return [sum(map(len, several.values())) for several in (region.entries, region.many_sizes.entries)]
+
+
+@pytest.mark.parametrize(("kind", "programs"), [(Held, 1), (Window, 2)])
+@pytest.mark.parametrize("count", [1, 3])
+def test_tokens_have_one_program(kind, programs, count):
+    """A window has another one from when it is full."""
+    models = both()
+    for _ in range(2):
+        caches, x = [Cache(kind(), kind()) for _ in models], torch.randn(count, 3, 8, dtype=torch.double)
+        with torch.no_grad():
+            for length in (3, *[1] * 12):
+                found = [
+                    run(model, x[:, :length].contiguous(), cache) for model, cache in zip(models, caches, strict=True)
+                ]
+                kept = [[held.keys for held in cache.layers] for cache in caches]
+                assert_same([[out, *held] for out, held in zip(found, kept, strict=True)])
+                assert [t.stride() for t in kept[0]] == [t.stride() for t in kept[1]]
+        assert [held.calls for held in caches[1].layers] == [15, 15]
+    assert entries(models[1]) == [1, programs]
+
+
+def test_a_cache_that_grows_runs_op_by_op_where_there_is_no_such_program(runs, monkeypatch):
+    """A recording for each size would never pay."""
+    monkeypatch.setattr(sizes, "TRIES", 0)
     _, model = both()
     with torch.no_grad():
-        for _ in range(3):
+        for _ in range(2):
             cache, x = Cache(Held(), Held()), torch.randn(2, 3, 8, dtype=torch.double)
             run(model, x, cache)
             for _ in range(3):
                 run(model, x[:, :1], cache)
-    x.requires_grad_()
-    for _ in range(2):
-        run(model, x, Cache(Held(), Held()))
-    assert runs[-3:] == [False, False, False]
+    assert runs == [True, False, False, False]
 
 
 class Own(Layer):

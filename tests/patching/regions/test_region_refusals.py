@@ -17,7 +17,7 @@ from fastlayers.ops import raw_ops
 from fastlayers.patching.program.executors import Facts, executor_class
 from fastlayers.patching.program.tape import Tape
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.regions import region as regions
+from fastlayers.patching.regions import demand
 from fastlayers.patching.regions.entries import no_regions
 from fastlayers.patching.regions.region import region_class
 from tests.patching.harness import written
@@ -170,7 +170,7 @@ def test_a_forward_that_fails_on_shapes_alone_says_nothing(runs, caplog, capfd):
 
 
 def test_a_cache_keeps_no_fake_tensor(monkeypatch):
-    monkeypatch.setattr(regions, "CALLS", 1)
+    monkeypatch.setattr(demand, "CALLS", 1)
     table.cache_clear()
     module, x = refused("a cache"), torch.randn(2, 4)
     assert torch.equal(in_regions(module)(x), module(x))

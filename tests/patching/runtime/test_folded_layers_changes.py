@@ -24,8 +24,8 @@ from fastlayers.patching import (
     unpatch_model,
 )
 from fastlayers.patching.regions import region as regions
+from fastlayers.patching.regions.demand import CALLS
 from fastlayers.patching.regions.entries import no_regions
-from fastlayers.patching.regions.region import CALLS
 from fastlayers.patching.runtime import folded_layers
 from tests.harness import assert_no_worse, needs_gpu
 from tests.patching.runtime.folding import Block, features, image, infer, state, warmed

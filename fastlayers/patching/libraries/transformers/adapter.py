@@ -75,8 +75,8 @@ class TransformersAdapter(Adapter):
         if number >= len(layers) or (dynamic := getattr(sys.modules[CACHES], "DynamicLayer", None)) is None:
             return None
         layer = layers[number]
-        counts = any(name.startswith(COUNTS) and type(value) is int for name, value in vars(layer).items())
-        return Slot(cache, layer, grows=layer.is_initialized and (counts or isinstance(layer, dynamic)))
+        counts = [name for name, value in vars(layer).items() if name.startswith(COUNTS) and type(value) is int]
+        return Slot(cache, layer, layer.is_initialized and (bool(counts) or isinstance(layer, dynamic)), counts)
 
     def called_functions(self, module: nn.Module) -> frozenset[str]:
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
