@@ -263,7 +263,7 @@ def is_count(num_batches_tracked: Tensor | None, x: Tensor) -> bool:
     return num_batches_tracked is None or (
         num_batches_tracked.dtype is torch.int64
         and num_batches_tracked.numel() == 1
-        and type(num_batches_tracked) is Tensor
+        and guard.is_plain(num_batches_tracked)
         and num_batches_tracked.get_device() == x.get_device()
     )
 

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -57,6 +57,25 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "Mod": operator.mod, "PythonMod": operator.mod, "Max": max, "Min": min, "IntTrueDiv": operator.truediv,
     "FloatTrueDiv": operator.truediv, "ToFloat": float, "TruncToInt": int,
 }  # fmt: skip
+
+
+class Ratio(NamedTuple):
+    """A quotient that is rounded next, as where torch pads a size to a multiple."""
+
+    a: int
+    b: int
+
+    def up(self) -> int:
+        return (self.a + self.b - 1) // self.b
+
+    def down(self) -> int:
+        return self.a // self.b
+
+
+#: The same for numbers of kernels, none of which has a fraction.
+SYMBOLIC: Mapping[str, Callable[..., Any]] = {
+    **OPERATIONS, "IntTrueDiv": Ratio, "CeilToInt": Ratio.up, "FloorToInt": Ratio.down, "TruncToInt": Ratio.down,
+}  # fmt: skip
 #: Operations by another one that does the same: torch's decompositions in Python, which symbols need, spell it so.
 SPELLED: Mapping[Any, Any] = {
     torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default,
@@ -85,12 +104,18 @@ def map_numbers(argument: Any, function: Callable[[Any], Any]) -> Any:
     return function(argument) if is_symbolic(argument) else argument
 
 
-def computed(expression: Any, known: Callable[[Any], Any], apply: Callable[..., Any]) -> Any:
+def computed(
+    expression: Any,
+    known: Callable[[Any], Any],
+    apply: Callable[..., Any],
+    operations: Mapping[str, Callable[..., Any]] = OPERATIONS,
+) -> Any:
     """What an expression of sympy comes to.
 
     Args:
         known: gives what a part of it is.
         apply: makes something of a function and what its arguments are.
+        operations: functions by what sympy and torch call them.
 
     Raises:
         Refusal: it has an operation that is not known.
@@ -102,7 +127,7 @@ def computed(expression: Any, known: Callable[[Any], Any], apply: Callable[..., 
     parts, kind = [known(part) for part in expression.args], type(expression).__name__
     if kind in ("Pow", "PowByNatural") and type(parts[1]) is int and parts[1] > 0:
         kind, parts = "Mul", [parts[0]] * parts[1]
-    function = OPERATIONS.get(kind)
+    function = operations.get(kind)
     if function is None or not parts:
         raise Refusal(Reason.SIZES, f"a number is {expression}")
     if len(parts) == 1:  # ToFloat, and what was a first power
@@ -152,7 +177,13 @@ def shaped(values: Mapping[str, Tensor], symbols: Mapping[Any, Symbolic]) -> dic
 
 def as_symbolic(symbols: Mapping[Any, Symbolic], number: Any) -> Any:
     """A number of torch that follows from sizes, as one of ours; one with a fraction stays."""
-    return evaluated(number.node.expr, symbols) if isinstance(number, torch.SymInt) else number
+
+    def value(expression: Any) -> Any:
+        if expression in symbols:
+            return symbols[expression]
+        return computed(expression, value, lambda function, *args: function(*args), SYMBOLIC)
+
+    return value(number.node.expr) if isinstance(number, torch.SymInt) else number
 
 
 def with_symbols(operations: Iterable[Operation], symbols: Mapping[Any, Symbolic]) -> list[Operation]:
@@ -171,10 +202,17 @@ class Numbers:
         prefix: of their names.
         sizes: for each symbol of torch the value and the dimension that has this size.
         names: for the names of our symbols those of torch.
+        bring: makes a value with the size of another symbol, if that is possible, and gives its name.
     """
 
-    def __init__(self, prefix: str, sizes: Mapping[Any, tuple[str, int]], names: Mapping[str, Any]) -> None:
-        self._prefix, self._sizes, self._names = prefix, sizes, names
+    def __init__(
+        self,
+        prefix: str,
+        sizes: Mapping[Any, tuple[str, int]],
+        names: Mapping[str, Any],
+        bring: Callable[[Any], str] | None = None,
+    ) -> None:
+        self._prefix, self._sizes, self._names, self._bring = prefix, sizes, names, bring
         self._known: dict[Any, Any] = {}
         self.operations: list[Operation] = []
 
@@ -190,6 +228,8 @@ class Numbers:
         if expression in self._sizes:
             name, dim = self._sizes[expression]
             return self._made(size_of, Value(name), dim)
+        if expression.is_Symbol and self._bring is not None:
+            return self._made(size_of, Value(self._bring(expression)), 0)
         return computed(expression, self, self._made)
 
     def _sum(self, number: Symbolic) -> Any:
@@ -268,14 +308,25 @@ def with_sizes(program: Program, strides: Sequence[Any]) -> Program:
         strides: those that the gradients of its results are to have.
 
     Raises:
-        Refusal: no input, or nothing that the backward is given, has the size that a number follows from.
+        Refusal: no input has the size that a number follows from.
     """
+    brought: list[Operation] = []
+
+    def bring(symbol: Any) -> str:
+        """Keep a tensor without elements that has a size which nothing else has that is kept."""
+        name = f"size_of_{symbol}"
+        empty = {"dtype": torch.uint8, "device": torch.device("cpu")}
+        brought.append(
+            Operation(torch.ops.aten.empty.memory_format, ([forward(symbol), 0],), empty, (name,), True, False)
+        )
+        return name
+
     symbols = list(program.symbols)
     names = {str(each): symbol for symbol, each in program.symbols.items()}
     viewed = {o.args[0].name for o in program.operations if o.function is torch.ops.aten.as_strided.default}
     forward = Numbers("n", sizes_in(program, program.inputs, symbols), names)
     steps = [each for operation in program.forward for each in forward.of_all(operation, program, viewed)]
-    backward = Numbers("b", sizes_in(program, (*program.grads, *program.kept), symbols), names)
+    backward = Numbers("b", sizes_in(program, (*program.grads, *program.kept), symbols), names, bring)
     laid_out = [
         Operation(with_strides, (Value(name), backward.all(each)), {}, (f"{name}_laid_out",), single=True, effect=False)
         for name, each in zip(program.grads, strides, strict=True)
@@ -284,7 +335,8 @@ def with_sizes(program: Program, strides: Sequence[Any]) -> Program:
     later = [each for operation in program.backward for each in backward.of_all(operation, program, viewed)]
     return replace(
         program,
-        forward=[*forward.operations, *steps],
+        forward=[*forward.operations, *steps, *brought],
+        kept=tuple(sorted((*program.kept, *(operation.makes[0] for operation in brought)))),
         backward=[*backward.operations, *laid_out, *(with_names(each, names) for each in later)],
         wanted=tuple(names.get(name, name) if name is not None else None for name in program.wanted),
         values={},

@@ -423,11 +423,14 @@ def is_nothing(function: OpOverload, args: Sequence[Any]) -> bool:
 
 
 def like_recorded(t: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """The tensor with these strides of the dimensions that have one element."""
+    """The tensor with these strides of the dimensions that have one element. No element depends on them: they are what
+    strides and sizes of the others give, where that is the same number."""
     ones = len(shape) == t.dim() and [d for d, size in enumerate(t.shape) if is_one(size) and shape[d] == 1]
     if not ones or all(hint_of(t.stride(d)) == strides[d] for d in ones):
         return t
-    new = [strides[d] if d in ones else stride for d, stride in enumerate(t.stride())]
+    others = [(n, s) for n, s in zip(t.shape, t.stride(), strict=True) if not is_one(n)]
+    known = {hint_of(each): each for n, s in others for each in (s, n * s)}
+    new = [known.get(strides[d], strides[d]) if d in ones else stride for d, stride in enumerate(t.stride())]
     return t.as_strided(t.shape, new, t.storage_offset())
 
 

@@ -73,22 +73,27 @@ class Demand:
         """Whether a call has sizes that have not come again so far."""
         return self._seen[signature(module, pattern, given)] < CALLS
 
-    def may_be_one_of_many(self, module: nn.Module, pattern: Any, given: Sequence[Tensor]) -> bool:
-        """Whether there were calls before that differ in sizes."""
+    def may_be_one_of_many(
+        self, module: nn.Module, pattern: Any, given: Sequence[Tensor], reads: Sequence[Any], grows: bool
+    ) -> bool:
+        """Whether there were calls before that differ in sizes, and recordings pay. ``grows`` says that each call
+        differs."""
         called = self._called[id(module), pattern]
-        return called >= CALLS and called > self._seen[signature(module, pattern, given)]
+        differ = called >= CALLS and called > self._seen[signature(module, pattern, given)]
+        return (grows or differ) and self._unpaid(module, reads) <= FREE
 
     def is_due(
         self, module: nn.Module, pattern: Any, given: Sequence[Tensor], reads: Sequence[Any], served: bool
     ) -> bool:
         """Whether a call has come often enough. ``reads`` are readers, and what each has read; ``served`` says that an
         entry for many sizes serves it."""
+        least = SERVED if served else CALLS
+        return self._seen[signature(module, pattern, given)] >= least << max(0, self._unpaid(module, reads) - FREE)
+
+    def _unpaid(self, module: nn.Module, reads: Sequence[Any]) -> int:
         unpaid = self.of(module).unpaid()
         kind = kind_of(*reads[-1]) if reads else None
-        if kind in self._alike:
-            unpaid = max(unpaid, self._alike[kind].unpaid())
-        least = SERVED if served else CALLS
-        return self._seen[signature(module, pattern, given)] >= least << max(0, unpaid - FREE)
+        return max(unpaid, self._alike[kind].unpaid()) if kind in self._alike else unpaid
 
     def has_room(self, module: nn.Module) -> bool:
         """Whether the first call inside of a checkpoint is to be recorded: that compares what a forward keeps with what
@@ -107,8 +112,10 @@ class Demand:
     def of(self, module: nn.Module) -> Recordings:
         return self._asked.setdefault(module, Recordings())
 
-    def add(self, module: nn.Module, entry: Entry, tensors: Sequence[Tensor]) -> None:
-        """Note an entry that was made, of which ``tensors`` are read."""
+    def add(self, module: nn.Module, entry: Entry | None, tensors: Sequence[Tensor]) -> None:
+        """Note an entry, if one was made, of which ``tensors`` are read."""
+        if entry is None:
+            return
         alike = self._alike[kind_of(entry.reader, entry.values, tensors)]
         alike.count += 1
         for recordings in (self.of(module), alike):

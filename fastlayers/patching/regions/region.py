@@ -295,7 +295,7 @@ class Region:
         if _saved_tensors_hooks(True) is not None:
             return not served and demand.has_room(module)
         grows = with_caches_that_grow(pattern)
-        other = not served and (grows or demand.may_be_one_of_many(*call))
+        other = not served and demand.may_be_one_of_many(*call, reads, grows)
         if other and self.many_sizes.may_be(reads, pattern, given):
             return True  # of other sizes than before: there may be one program for all
         return self.explained or (not grows and demand.is_due(*call, reads, served))
@@ -411,7 +411,8 @@ class Region:
             key = reader, values, pattern, given[0].shape
             self.entries.setdefault(key, []).append(entry)  # Complete: another thread may run it from now on.
         if entry.refusal is None:
-            self.many_sizes.look_for(entry, module, inputs, recorded)
+            many = self.many_sizes.look_for(entry, module, inputs, recorded)
+            self.demand.add(module, many, tensors)
         return None if entry.refusal is not None else (entry, inputs)
 
     def record(self, entry: Entry, module: nn.Module, real: tuple[Tensor, ...], new_size: bool) -> Recorded:

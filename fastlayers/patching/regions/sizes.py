@@ -91,7 +91,7 @@ class ManySizes:
         sizes that were recorded, as of another layer in the same step, says nothing new."""
         looks = tuple(map(Sized.of, given))
         kind = kind_of_call(looks)
-        keys = [(*read[:2], pattern, *kind) for read in reads]
+        keys = [(reader, values, pattern, kind, shapes_of(tensors)) for reader, values, tensors in reads]
         known = any(
             all(map(lie_alike, e.geometries[: e.count], looks)) for key in keys for e in self._recorded.get(key, ())
         )
@@ -101,8 +101,8 @@ class ManySizes:
         """Note that a call of sizes that were not seen before could not be recorded."""
         self._tries[pattern] += 1
 
-    def look_for(self, entry: Entry, module: nn.Module, inputs: tuple[Tensor, ...], recorded: Recorded) -> None:
-        """Look for an entry for all sizes, if a new one differs from one before in sizes alone.
+    def look_for(self, entry: Entry, module: nn.Module, inputs: tuple[Tensor, ...], recorded: Recorded) -> Entry | None:
+        """Look for an entry for all sizes, if a new one differs from one before in sizes alone, and return it.
 
         Args:
             module, inputs: the module, and what the call was given and read.
@@ -110,14 +110,14 @@ class ManySizes:
         """
         key = entry.reader, entry.values, entry.pattern
         given = entry.geometries[: entry.count]
-        kind = *key, *kind_of_call(given)
-        if any(serves(known, given) for known in self.entries.get(key, ())):
-            return
+        kind = *key, kind_of_call(given), shapes_of(entry.geometries[entry.count :])
+        if any(serves(known, entry) for known in self.entries.get(key, ())):
+            return None
         self._tries[kind] += 1
         alike = [other for other in self._recorded[kind] if differ_in_sizes(other, entry)]
         self._recorded[kind].append(entry)
         if not alike or self._tries[kind] > TRIES or entry.reader.tests_numbers:
-            return
+            return None
         buffers = (i for i, t in enumerate(inputs) if i >= entry.count and not t.requires_grad)
         try:
             forward, written = self._present.forward, {*entry.changed, *buffers}
@@ -131,6 +131,8 @@ class ManySizes:
             every = self.entries.setdefault(key, [])
             every.append(found)
             self._tries[kind] = 0 if len(every) < MOST_PROGRAMS else TRIES  # Other sizes may decide otherwise.
+            return found
+        return None
 
     def _late_derivative(self, entry: Entry, copy: nn.Module, inputs: tuple[Tensor, ...]) -> Derivative | Refusal:
         """The derivative for the sizes of a call, of a copy of the module as it was when its calls were recorded."""
@@ -149,10 +151,18 @@ def kind_of_call(given: Iterable[Sized]) -> tuple[Any, ...]:
     return torch.is_grad_enabled(), *((len(each.shape), each.kind, each.is_contiguous()) for each in given)
 
 
-def serves(entry: Entry, given: Sequence[Sized]) -> bool:
-    """Whether an entry for many sizes serves calls that are given such tensors."""
-    own = entry.geometries[: entry.count]
-    return kind_of_call(own) == kind_of_call(given) and entry.fits is not None and entry.fits(*given)
+def shapes_of(tensors: Iterable[Any]) -> tuple[Any, ...]:
+    """What tells modules apart that are not alike."""
+    return tuple(tuple(t.shape) for t in tensors if t is not None)
+
+
+def serves(entry: Entry, other: Entry) -> bool:
+    """Whether an entry for many sizes serves the calls of one for one size."""
+    first, second = entry.geometries, other.geometries
+    alike = kind_of_call(first) == kind_of_call(second) and shapes_of(first[entry.count :]) == shapes_of(
+        second[other.count :]
+    )
+    return alike and entry.fits is not None and entry.fits(*second)
 
 
 def lie_alike(a: Sized, b: Sized) -> bool:
