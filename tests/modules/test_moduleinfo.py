@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fastlayers import DROP_IN
-from tests.functional.test_opinfo import check_all
 from tests.harness import DEVICES
 
 pytest.importorskip("expecttest", reason="torch.testing._internal imports it")
 from torch.testing._internal.common_modules import FunctionInput, ModuleErrorEnum, ModuleInfo, module_db
 from torch.testing._internal.opinfo.core import SampleInput
+
+from tests.functional.test_opinfo import check_all
 
 INFOS = [pytest.param(info, id=info.module_cls.__name__) for info in module_db if info.module_cls in DROP_IN]
 

@@ -35,12 +35,11 @@ from fastlayers.patching.program.program import (
     Value,
     alive,
     is_kernel,
-    plain_name,
     storage,
 )
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["EMPTY", "Layouts", "Tape", "communicates", "written_arguments"]
+__all__ = ["EMPTY", "Tape", "communicates", "written_arguments"]
 
 #: What tells a value from others while all are alive: memory, dtype and geometry.
 Key: TypeAlias = tuple[int, torch.dtype, int, tuple[int, ...], tuple[int, ...]]
@@ -88,9 +87,6 @@ LIBRARIES = (
     "<fastlayers Fused",
 )
 
-#: For places of operations their names, and the shape and the strides of each tensor that they returned; None for none.
-Layouts: TypeAlias = dict[int, tuple[str, list[Any]]]
-
 aten = torch.ops.aten
 
 #: Operations that make a tensor like another one, and the same without that one.
@@ -104,19 +100,20 @@ class Tape(Mode):
         inputs: the tensors that the region is given. No operation may write one of them.
         state: tensors among them that an operation may write all the same: buffers of modules.
         sources: whether to note the lines that operations come from.
-        like: the ``layouts`` of a tape of the same call, of which this one has no memory: torch describes what its
-            kernels return, and not always the strides of dimensions with one element.
+        like: a tape of the same call, of which this one has no memory: torch describes what its kernels return, and not
+            always the strides of dimensions with one element.
 
     Attributes:
-        layouts: by the place of each operation its name, and the shapes and the strides of what it returned.
+        layouts: by the place of each operation the shape and the strides of each tensor that it returned; None for what
+            is none.
     """
 
     def __init__(
-        self, inputs: Sequence[Tensor], state: Iterable[Tensor], sources: bool = False, like: Layouts | None = None
+        self, inputs: Sequence[Tensor], state: Iterable[Tensor], sources: bool = False, like: Tape | None = None
     ) -> None:
         super().__init__()
-        self.layouts: Layouts = {}
-        self._like = like or {}
+        self.layouts: dict[int, list[Any]] = {}
+        self._like = like
         self.operations: list[Operation] = []
         self.written: list[Tensor] = []
         self._names: dict[Key, str] = {}
@@ -201,6 +198,11 @@ class Tape(Mode):
             return compute(*args, **kwargs)
         if is_nothing(func, args):
             return args[0]
+        if (
+            func is aten.scaled_dot_product_attention.default
+        ):  # In inference mode it arrives whole, and chooses in each call.
+            with self:
+                return func.decompose(*args, **kwargs)
         if func is aten.cat.default:
             args = (without_nothing(args[0]), *args[1:])
         name = schema.name
@@ -212,7 +214,7 @@ class Tape(Mode):
         call = self.arguments(args, kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         out = compute(*args, **kwargs)
-        out = out if written else self._laid_out(func, out)
+        out = out if written else self._laid_out(out)
         if name.endswith(EMPTY) and out.numel() > 0:
             self._unwritten.add(storage(out))
         if func is aten._to_copy.default and set(kwargs) == {"dtype"} and out.dtype is not args[0].dtype:
@@ -230,15 +232,14 @@ class Tape(Mode):
         self.add(func, *call, out, changes or draws, is_view)
         return out
 
-    def _laid_out(self, func: Any, out: Any) -> Any:
+    def _laid_out(self, out: Any) -> Any:
         """The results of an operation, with the strides that they had on a tape of the same call."""
         if not isinstance(out, Tensor | tuple | list):
             return out
-        each = [out] if isinstance(out, Tensor) else [*out]
-        place, layouts = len(self.operations), [(t.shape, t.stride()) if isinstance(t, Tensor) else None for t in each]
-        self.layouts[place] = plain_name(func), layouts
-        name, known = self._like.get(place, ("", []))
-        if name != plain_name(func) or len(known) != len(each):
+        each, place = [out] if isinstance(out, Tensor) else [*out], len(self.operations)
+        self.layouts[place] = [(t.shape, t.stride()) if isinstance(t, Tensor) else None for t in each]
+        known = [] if self._like is None else self._like.layouts.get(place, [])
+        if len(known) != len(each):
             return out
         found = [like_recorded(t, *before) if before else t for t, before in zip(each, known, strict=True)]
         return found[0] if isinstance(out, Tensor) else type(out)(found)
@@ -253,13 +254,18 @@ class Tape(Mode):
             return None
         whole = base.is_contiguous() and view.is_contiguous() and base.numel() == view.numel()
         # By the strides of dimensions with one element torch chooses kernels too, which round differently.
-        if whole and base.view(view.shape).stride() == view.stride():
+        if whole and (self._is_a_view_there() or base.view(view.shape).stride() == view.stride()):
             return aten.view.default, self.arguments((base, tuple(view.shape)), {})
         if root in self._given:  # Its offset differs from call to call.
             return None
         return aten.as_strided.default, self.arguments(
             (base, tuple(view.shape), view.stride(), view.storage_offset()), {}
         )
+
+    def _is_a_view_there(self) -> bool:
+        """Whether the next operation is a plain view on the tape of the same call."""
+        known, place = self._like, len(self.operations)
+        return known is not None and [o.function for o in known.operations[place : place + 1]] == [aten.view.default]
 
     def kernel(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a kernel that is no operation of torch, and record the call."""
@@ -425,7 +431,8 @@ def is_nothing(function: OpOverload, args: Sequence[Any]) -> bool:
 def like_recorded(t: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
     """The tensor with these strides of the dimensions that have one element. No element depends on them: they are what
     strides and sizes of the others give, where that is the same number."""
-    ones = len(shape) == t.dim() and [d for d, size in enumerate(t.shape) if is_one(size) and shape[d] == 1]
+    same = [*map(hint_of, t.shape)] == [*shape] if isinstance(t, Tensor) else False
+    ones = [d for d, size in enumerate(t.shape) if is_one(size)] if same else []
     if not ones or all(hint_of(t.stride(d)) == strides[d] for d in ones):
         return t
     others = [(n, s) for n, s in zip(t.shape, t.stride(), strict=True) if not is_one(n)]

@@ -21,18 +21,18 @@ from torch.utils._python_dispatch import (
 )
 
 from fastlayers import backends
-from fastlayers.ops import raw_ops
+from fastlayers.ops import guard, raw_ops
 from fastlayers.patching.capture.caches import Arguments, with_caches
 from fastlayers.patching.capture.run import is_ours, refusal_of
 from fastlayers.patching.program.cost import cost_of
 from fastlayers.patching.program.executors import KEYS, Executor, Facts, excluding
 from fastlayers.patching.program.program import Program, depends_on, plain_name, storage
-from fastlayers.patching.program.tape import Layouts, Tape
+from fastlayers.patching.program.tape import Tape
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.regions.agreement import agree, in_backward, some_gradient
 from fastlayers.patching.regions.entries import NO_AUTOCAST, Entry, autocast_as, random_state, restore_random_state
 from fastlayers.patching.regions.partial_backward import geometries
-from fastlayers.patching.regions.patterns import Flat, unflatten
+from fastlayers.patching.regions.patterns import Flat, held_by_caches, unflatten
 from fastlayers.patching.regions.results import OpaqueError, Place, Taken, take_apart, take_changes
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "Recording",
     "attentions",
     "place_of",
+    "what_may_be_written",
     "what_torch_refuses",
     "without_plans",
 ]
@@ -115,15 +116,32 @@ class Before:
         restore_random_state(self._random, self._inputs)
 
 
+def what_may_be_written(entry: Entry, real: Sequence[Tensor]) -> list[Tensor]:
+    """Of what a call is given and reads what it may write.
+
+    Raises:
+        Refusal: no region takes these tensors.
+    """
+    tensors = real[entry.count :]
+    known = all(type(t) in guard.PLAIN and t.layout is torch.strided for t in real)
+    if not known or any(t.device.type not in ("cpu", "cuda") for t in real):
+        raise Refusal(Reason.READS_STATE, "a tensor of another type or layout, or on another device")
+    if any(t._backward_hooks for t in tensors):  # The gradients of a recording are none.
+        raise Refusal(Reason.READS_STATE, "a parameter with a hook")
+    # Without grad mode: a cache that requires gradients from then on would need them of what it was before, too.
+    held = [] if torch.is_grad_enabled() else held_by_caches(entry.pattern, real)
+    return [t for t in (*held, *tensors) if not t.requires_grad]
+
+
 class Recorded(NamedTuple):
     """What a program for other sizes is compared with, as long as a recording is there.
 
     Attributes:
-        layouts: as of :class:`Tape`.
+        tape: what was recorded on.
         agrees: whether code gives what was recorded.
     """
 
-    layouts: Layouts
+    tape: Tape
     agrees: Callable[[Executor], bool]
 
 
@@ -158,7 +176,7 @@ class Recording:
         state: Sequence[Tensor],
         sources: bool = False,
         gradient: Callable[[Tensor], Tensor] = some_gradient,
-        like: Layouts | None = None,
+        like: Tape | None = None,
     ) -> None:
         count, self._records, self._gradient = entry.count, torch.is_grad_enabled(), gradient
         with torch.enable_grad():

@@ -63,7 +63,6 @@ from fastlayers.patching.regions.patterns import (
     NONE,
     Flat,
     flatten,
-    held_by_caches,
     unflatten,
     with_caches_that_grow,
     without_repeats,
@@ -75,6 +74,7 @@ from fastlayers.patching.regions.recording import (
     Recording,
     attentions,
     place_of,
+    what_may_be_written,
     what_torch_refuses,
     without_plans,
 )
@@ -176,6 +176,8 @@ class Region:
         self.many_sizes = ManySizes(self.present, self.derivative_of, self.note_error)
         #: Calls that no region can be made for, by their pattern.
         self.refused: dict[Any, Refusal] = {}
+        #: Calls with caches that grow without a program, by their pattern: to look for one takes 50 us a layer.
+        self.given_up: set[Any] = set()
         #: Types of arguments that there is no pattern for.
         self.strange: set[type] = set()
         self.caches = Caches(slot_or_value)
@@ -192,6 +194,7 @@ class Region:
         self.entries.clear()
         self.many_sizes = ManySizes(self.present, self.derivative_of, self.note_error)
         self.refused.clear()
+        self.given_up.clear()
         self.demand = Demand()
         self.off[:] = False, self.infers_only
         self._failures[:] = 0, 0
@@ -216,6 +219,9 @@ class Region:
             return self.present.forward(module, *args, **kwargs)
         if len(given) > 1 and len({*map(id, given)}) < len(given):
             pattern, given = without_repeats(pattern, given)
+        if self.given_up and (torch.is_grad_enabled(), pattern) in self.given_up:
+            self.failed()
+            return self.present.forward(module, *args, **kwargs)
         shape, reads = given[0].shape, list[Any]()
         for reader in self.readers:
             try:
@@ -298,6 +304,8 @@ class Region:
         other = not served and demand.may_be_one_of_many(*call, reads, grows)
         if other and self.many_sizes.may_be(reads, pattern, given):
             return True  # of other sizes than before: there may be one program for all
+        if grows and self.many_sizes.has_none(reads, pattern, given):
+            self.given_up.add((torch.is_grad_enabled(), pattern))
         return self.explained or (not grows and demand.is_due(*call, reads, served))
 
     def run(self, entry: Entry, arguments: tuple[Any, ...], inputs: tuple[Tensor, ...]) -> Any:
@@ -466,7 +474,7 @@ class Region:
                 finally:
                     before.restore()
 
-            return Recorded(recording.tape.layouts, agrees_again)
+            return Recorded(recording.tape, agrees_again)
         except (Refusal, RecordingError):
             raise
         except Exception as error:
@@ -540,23 +548,6 @@ class Region:
             message = f"calls of {name} run without what failed, and may be slower; please report it: {text}"
             warnings.warn(message, PatchWarning, stacklevel=2)
         return text
-
-
-def what_may_be_written(entry: Entry, real: Sequence[Tensor]) -> list[Tensor]:
-    """Of what a call is given and reads what it may write.
-
-    Raises:
-        Refusal: no region takes these tensors.
-    """
-    tensors = real[entry.count :]
-    known = all(type(t) in guard.PLAIN and t.layout is torch.strided for t in real)
-    if not known or any(t.device.type not in ("cpu", "cuda") for t in real):
-        raise Refusal(Reason.READS_STATE, "a tensor of another type or layout, or on another device")
-    if any(t._backward_hooks for t in tensors):  # The gradients of a recording are none.
-        raise Refusal(Reason.READS_STATE, "a parameter with a hook")
-    # Without grad mode: a cache that requires gradients from then on would need them of what it was before, too.
-    held = [] if torch.is_grad_enabled() else held_by_caches(entry.pattern, real)
-    return [t for t in (*held, *tensors) if not t.requires_grad]
 
 
 def region_class(

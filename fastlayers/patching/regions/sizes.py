@@ -29,7 +29,6 @@ from fastlayers.patching.program.numbers import at_sizes, is_one, is_symbolic, m
 from fastlayers.patching.program.program import Program, renamed
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.regions.entries import Entry, Sized, described, no_regions
-from fastlayers.patching.regions.readers import Reader
 from fastlayers.patching.regions.recording import Recorded, Recording, what_torch_refuses, without_plans
 from fastlayers.patching.regions.results import Number, with_numbers
 from fastlayers.patching.regions.stand_ins import stand_in
@@ -70,18 +69,20 @@ class ManySizes:
         self._tries: Counter[Any] = Counter()
         self._recorded: dict[Any, list[Entry]] = defaultdict(list)
 
-    def may_be(
-        self, reads: Iterable[tuple[Reader, tuple[Any, ...], Any]], pattern: Any, given: Sequence[Tensor]
-    ) -> bool:
+    def may_be(self, reads: Iterable[Any], pattern: Any, given: Sequence[Tensor]) -> bool:
         """Whether it is to be tried once more for such calls; ``reads`` are readers, and what they have read. One of
         sizes that were recorded, as of another layer in the same step, says nothing new."""
-        looks = tuple(map(Sized.of, given))
-        kind = kind_of_call(looks)
-        keys = [(reader, values, pattern, kind, shapes_of(tensors)) for reader, values, tensors in reads]
+        keys, looks = keys_of(reads, pattern, given), tuple(map(Sized.of, given))
         known = any(
             all(map(lie_alike, e.geometries[: e.count], looks)) for key in keys for e in self._recorded.get(key, ())
         )
         return max(self._tries[key] for key in (*keys, pattern)) < TRIES and not known
+
+    def has_none(self, reads: Iterable[Any], pattern: Any, given: Sequence[Tensor]) -> bool:
+        """Whether such calls have no program, and none is looked for any more."""
+        keys = keys_of(reads, pattern, given)
+        tried = max(self._tries[key] for key in (*keys, pattern)) >= TRIES
+        return tried and not any(self.entries.get(key[:3]) for key in keys)
 
     def refused(self, pattern: Any) -> None:
         """Note that a call of sizes that were not seen before could not be recorded."""
@@ -130,6 +131,12 @@ class ManySizes:
             return Refusal(Reason.READS_STATE, "what its forward reads outside of the module has changed")
         with no_regions(), saved_tensors_hooks(guard.kept_as_is, guard.kept_as_is):
             return self._derivative_of(entry, copy, inputs)
+
+
+def keys_of(reads: Iterable[Any], pattern: Any, given: Sequence[Tensor]) -> list[Any]:
+    """What tells apart calls for which programs are looked for."""
+    kind = kind_of_call(map(Sized.of, given))
+    return [(reader, values, pattern, kind, shapes_of(tensors)) for reader, values, tensors in reads]
 
 
 def kind_of_call(given: Iterable[Sized]) -> tuple[Any, ...]:
@@ -266,7 +273,7 @@ def run_on_symbols(
     with mode, enable_python_dispatcher(), replaced, without_plans():
         state = [t for i, t in enumerate(fakes) if i in written]
         call = entry, forward, copy, tuple(fakes), state
-        recording = Recording(*call, gradient=gradient, like=recorded.layouts)
+        recording = Recording(*call, gradient=gradient, like=recorded.tape)
     program = replace(recording.describe(entry), fake=mode, symbols=symbols_of(sizes))
     for which, known in enumerate((first, second)):
         check_same(program, entry, known, {size.symbol: size.values[which] for size in sizes})

@@ -12,6 +12,7 @@ from torch import nn
 import fastlayers
 from fastlayers.patching.capture.caches import Slot
 from fastlayers.patching.libraries.adapters import Adapter, register_adapter
+from fastlayers.patching.program.program import plain_name
 from fastlayers.patching.regions import sizes
 from tests.patching.regions.blocks import leaves
 
@@ -261,3 +262,21 @@ def test_a_change_of_the_cache(change, monkeypatch):
     for a, b in zip(caches[0].layers, caches[1].layers, strict=True):
         assert (a.keys is None) == (b.keys is None)
         assert (a.calls, type(a.calls)) == (b.calls, type(b.calls))
+
+
+def test_an_attention_is_chosen_once():
+    """In inference mode torch gives it to a recording as a whole, which would choose in each call."""
+
+    class Attends(Layer):
+        def forward(self, x, cache=None):
+            q = self.q(self.norm(x))[:, None]
+            return x + self.out(F.scaled_dot_product_attention(q, q, q)[:, 0])
+
+    models, x = both(lambda: nn.ModuleList([Attends()])), torch.randn(2, 3, 8, dtype=torch.double)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert_same([[model[0](x)] for model in models])
+    (entry,) = type(models[1][0]).__fastlayers_region__.made()
+    names = [plain_name(operation.function) for operation in entry.program.forward]
+    assert "scaled_dot_product_attention" not in names
+    assert any("attention" in name for name in names)
