@@ -198,10 +198,8 @@ class Tape(Mode):
             return compute(*args, **kwargs)
         if is_nothing(func, args):
             return args[0]
-        if (
-            func is aten.scaled_dot_product_attention.default
-        ):  # In inference mode it arrives whole, and chooses in each call.
-            with self:
+        if func is aten.scaled_dot_product_attention.default:
+            with self:  # In inference mode it arrives whole: it would choose in each call, and plan for each size.
                 return func.decompose(*args, **kwargs)
         if func is aten.cat.default:
             args = (without_nothing(args[0]), *args[1:])

@@ -368,6 +368,11 @@ def padded(m, x):
     return F.pad(m.norm(x), (0, 0, 0, 16 - n % 16))[:, :n] * torch.tanh(m.up(x))[..., :8]
 
 
+def positions(m, x):
+    n = x.shape[1]
+    return m.down(torch.sin(m.up(x + torch.arange(n, device=x.device)[:, None] / n)))
+
+
 FORWARDS = {
     "window": window,
     "number": number,
@@ -378,12 +383,8 @@ FORWARDS = {
     "mean": lambda m, x: m.down(F.gelu(m.up(x - x.mean(1, keepdim=True)))) * x.var(1, keepdim=True),
     "convolution": lambda m, x: m.down(F.gelu(m.up(m.conv(x.transpose(1, 2)).transpose(1, 2)))) + x,
     "token": lambda m, x: m.down(F.gelu(m.up(torch.cat([m.cls.expand(len(x), -1, -1), x], 1))))[:, 1:],
-    "positions": lambda m, x: m.down(
-        torch.sin(m.up(x + torch.arange(x.shape[1], device=x.device)[:, None] / x.shape[1]))
-    ),
+    "positions": positions,
     "mask": lambda m, x: m.down(F.silu(m.up(x))).tril() + x.masked_fill(x > x.shape[1] / 50, 0.0),
-    "padded": lambda m, x: (
-        F.pad(m.norm(x), (0, 0, 0, 16 - x.shape[1] % 16))[:, : x.shape[1]] * torch.tanh(m.up(x))[..., :8]
-    ),
+    "padded": padded,
     "resized": lambda m, x: m.down(m.up(F.interpolate(x.transpose(1, 2), scale_factor=2).mT)).unflatten(1, (-1, 2)),
 }

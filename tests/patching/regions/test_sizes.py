@@ -7,11 +7,13 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fastlayers
 from fastlayers.patching.regions import demand
 from fastlayers.patching.regions import region as regions
+from fastlayers.patching.regions.recording import attentions, without_plans
 from tests.patching.regions.blocks import FORWARDS, Block, Bottleneck, Code, in_regions
 
 pytestmark = [pytest.mark.cpu_kernels, pytest.mark.usefixtures("any_size", "executor", "operations_of_torch")]
@@ -110,15 +112,61 @@ def test_autocast(code):
 
 
 class Counted(Code):
-    """Returns a number that is the same for the sizes that are recorded."""
+    """Returns numbers and views that follow from sizes."""
 
     def forward(self, x):
-        return super().forward(x), x.shape[1] // 100
+        out = super().forward(x)
+        return out, x.shape[1] // 100, {"length": x.shape[1] + 1, "half": out[:, : x.shape[1] // 2]}
 
 
-def test_a_number_that_follows_from_a_size_in_a_result():
-    patched = in_regions(Counted("mean").double())
-    assert [patched(torch.randn(2, n, 8, dtype=torch.double))[1] for n in (9, 9, 11, 150, 250)] == [0, 0, 0, 1, 2]
+def test_numbers_and_views_of_a_size_in_a_result():
+    stock = Counted("mean").double()
+    patched = in_regions(copy.deepcopy(stock))
+    for n in (9, 9, 11, 150, 250, 7):
+        x = torch.randn(2, n, 8, dtype=torch.double)
+        (a, count, held), (b, expected, own) = patched(x), stock(x)
+        torch.testing.assert_close(a, b)
+        assert (count, held["length"]) == (expected, n + 1)
+        torch.testing.assert_close(held["half"], own["half"])
+        assert held["half"]._base is a
+    assert recordings(patched) == (1, 1)
+
+
+class Resized(nn.Module):
+    """Convolutions around an image that changes its size."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(8)
+        self.how = how
+
+    def forward(self, x):
+        return self.b(RESIZED[self.how](F.relu(self.norm(self.a(x)))))
+
+
+RESIZED = {
+    "nearest": lambda h: F.interpolate(h, scale_factor=2, mode="nearest"),
+    "bilinear": lambda h: F.interpolate(h, scale_factor=1.5, mode="bilinear"),
+    "bicubic": lambda h: F.interpolate(h, size=h.shape[-2:], mode="bicubic") + h,
+    "pooled": lambda h: F.max_pool2d(h, 2) * F.adaptive_avg_pool2d(h, 1),
+    "mean": lambda h: h.mean((2, 3), keepdim=True) * 2,
+}
+
+
+@pytest.mark.parametrize("how", RESIZED)
+def test_images_of_any_size(how):
+    stock = Resized(how).double()
+    patched = in_regions(copy.deepcopy(stock))
+    for n in (9, 9, 11, 14, 8, 21):
+        assert_same(stock, patched, torch.randn(2, 4, n, n + 3, dtype=torch.double))
+    assert recordings(patched) == (1, 1)
+
+
+def test_flags_of_attention_are_as_they_were():
+    before = attentions()
+    with pytest.raises(ValueError, match="inside"), without_plans():
+        raise ValueError("inside")
+    assert attentions() == before
 
 
 def test_second_derivatives_of_another_size():
