@@ -258,7 +258,8 @@ class Region:
                 return self.present.forward(module, *args, **kwargs)
         else:
             if not self.comes_again(module, pattern, given, reads):
-                return self.present.forward(module, *args, **kwargs)
+                with no_regions() if self.many_sizes.waits(reads, pattern, given) else nullcontext():
+                    return self.present.forward(module, *args, **kwargs)
         return self.first(module, args, kwargs, given, pattern, arguments)
 
     def entry_of(self, key: Any, shape: torch.Size, given: Sequence[Tensor], tensors: Sequence[Tensor]) -> Entry | None:

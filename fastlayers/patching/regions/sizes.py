@@ -38,6 +38,8 @@ __all__ = ["ManySizes"]
 
 #: Recordings of calls that differ in sizes, after which no program for all is looked for any more.
 TRIES = 3
+#: One in so many calls that no program serves, where there is one for others, is too few for another program.
+RARE = 16
 #: Programs for calls that differ in sizes alone, after which no other one is looked for.
 MOST_PROGRAMS = 8
 #: What of a program is the same for all sizes.
@@ -67,16 +69,36 @@ class ManySizes:
         self.entries: dict[Any, list[Entry]] = {}
         self.reason: Refusal | None = None
         self._tries: Counter[Any] = Counter()
+        self._missed: Counter[Any] = Counter()
         self._recorded: dict[Any, list[Entry]] = defaultdict(list)
 
     def may_be(self, reads: Iterable[Any], pattern: Any, given: Sequence[Tensor]) -> bool:
         """Whether it is to be tried once more for such calls; ``reads`` are readers, and what they have read. One of
-        sizes that were recorded, as of another layer in the same step, says nothing new."""
-        keys, looks = keys_of(reads, pattern, given), tuple(map(Sized.of, given))
-        known = any(
-            all(map(lie_alike, e.geometries[: e.count], looks)) for key in keys for e in self._recorded.get(key, ())
+        sizes that were recorded, as of another layer in the same step, says nothing new. Where there is a program that
+        serves others, those that it does not serve must not be rare."""
+        keys = keys_of(reads, pattern, given)
+        if max(self._tries[key] for key in (*keys, pattern)) >= TRIES or self._is_known(keys, given):
+            return False
+        for key in keys:
+            served = self.entries.get(key[:3])
+            if served:
+                self._missed[key] += 1
+                return RARE * (self._missed[key] - 1) > sum(entry.calls for entry in served)
+        return True
+
+    def waits(self, reads: Iterable[Any], pattern: Any, given: Sequence[Tensor]) -> bool:
+        """Whether a call is one of the first size that was recorded, and no other one has come. Smaller regions inside
+        are not looked for then."""
+        keys = keys_of(reads, pattern, given)
+        return (
+            self.reason is None and self._is_known(keys, given) and not any(self.entries.get(key[:3]) for key in keys)
         )
-        return max(self._tries[key] for key in (*keys, pattern)) < TRIES and not known
+
+    def _is_known(self, keys: Iterable[Any], given: Sequence[Tensor]) -> bool:
+        """Whether such sizes were recorded."""
+        looks = tuple(map(Sized.of, given))
+        every = (entry for key in keys for entry in self._recorded.get(key, ()))
+        return any(all(map(lie_alike, entry.geometries[: entry.count], looks)) for entry in every)
 
     def has_none(self, reads: Iterable[Any], pattern: Any, given: Sequence[Tensor]) -> bool:
         """Whether such calls have no program, and none is looked for any more."""
