@@ -203,22 +203,12 @@ class Region:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op_by_op() or modes.needs_operations() or function_modes() or guard.must_decompose():
             return self.present.forward(module, *args, **kwargs)
-        given: list[Tensor] = []
-        arguments, caches = (args, kwargs), self.caches
-        if caches.seen:
-            arguments = caches.taken_apart(module, args, kwargs)
-        pattern = flatten(arguments[0], given), flatten(arguments[1], given) if kwargs else NONE
-        if None in pattern and not caches.seen:
-            given.clear()
-            arguments = caches.taken_apart(module, args, kwargs)
-            pattern = flatten(arguments[0], given), flatten(arguments[1], given) if kwargs else NONE
+        arguments, pattern, given = self.flattened(module, args, kwargs)
         if None in pattern or not given:
             left = *arguments[0], *arguments[1].values()
             self.strange |= {*map(type, left)}.difference(LEAVES, guard.PLAIN, NESTED, {Slot})
             self.failed()
             return self.present.forward(module, *args, **kwargs)
-        if len(given) > 1 and len({*map(id, given)}) < len(given):
-            pattern, given = without_repeats(pattern, given)
         if self.given_up and (torch.is_grad_enabled(), pattern) in self.given_up:
             self.failed()
             return self.present.forward(module, *args, **kwargs)
@@ -261,6 +251,21 @@ class Region:
                 with no_regions() if self.many_sizes.waits(reads, pattern, given) else nullcontext():
                     return self.present.forward(module, *args, **kwargs)
         return self.first(module, args, kwargs, given, pattern, arguments)
+
+    def flattened(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Arguments, tuple[Any, Any], list[Tensor]]:
+        """The arguments of a call with slots in place of caches, their pattern, and its tensors, each once."""
+        given: list[Tensor] = []
+        arguments, caches = (args, kwargs), self.caches
+        if caches.seen:
+            arguments = caches.taken_apart(module, args, kwargs)
+        pattern = flatten(arguments[0], given), flatten(arguments[1], given) if kwargs else NONE
+        if None in pattern and not caches.seen:
+            given.clear()
+            arguments = caches.taken_apart(module, args, kwargs)
+            pattern = flatten(arguments[0], given), flatten(arguments[1], given) if kwargs else NONE
+        if None not in pattern and len(given) > 1 and len({*map(id, given)}) < len(given):
+            return arguments, *without_repeats(pattern, given)
+        return arguments, pattern, given
 
     def entry_of(self, key: Any, shape: torch.Size, given: Sequence[Tensor], tensors: Sequence[Tensor]) -> Entry | None:
         """The entry of a call by its reader, what that read, and the pattern: one for its sizes, or one for many."""
