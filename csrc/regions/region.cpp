@@ -191,7 +191,7 @@ struct Launch : torch::CustomClassHolder {
       const auto dims = result.sizes.size();
       const at::IntArrayRef sizes = many ? at::IntArrayRef(next, dims) : at::IntArrayRef(result.sizes);
       const at::IntArrayRef strides = many ? at::IntArrayRef(next + dims, dims) : at::IntArrayRef(result.strides);
-      next += 2 * dims;
+      if (many) next += 2 * dims;
       made.push_back(at::empty_strided(sizes, strides, options.dtype(result.dtype)));
       pointers.push_back(made.back().data_ptr());
     }

@@ -232,8 +232,7 @@ def _divided(atoms: tuple[Atom, ...], factor: int, by: Terms) -> tuple[tuple[Ato
 
 
 def _least(number: int) -> int | None:
-    """A bound from below; None if there is none to see."""
-    total = 0
+    """A lower bound; None where the terms show no such bound."""
     # Of what is above the least value of each atom: where no coefficient is negative, all of it is 0 at least.
     shifted: dict[tuple[Atom, ...], int] = {}
     for atoms, factor in terms_of(number).items():

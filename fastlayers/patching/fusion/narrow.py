@@ -18,7 +18,7 @@ from fastlayers.patching.program.program import Operation, Value, storage
 
 __all__ = [
     "Narrow",
-    "is_thin",
+    "is_low_rank",
     "mask_alone",
     "narrow",
     "product_of_a_multiple",
@@ -176,7 +176,7 @@ def thin(match: Match) -> Sequence[Operation] | None:
     for side, value in enumerate(match.root.args):
         # What autograd keeps of an input is its cast. Here it is the input: a write to it before the backward is the
         # error that it is with an adapter of 16 bits.
-        if match.t(match.root.args[1 - side]).dtype is not like.dtype or not is_thin(like.shape[side - 1]):
+        if match.t(match.root.args[1 - side]).dtype is not like.dtype or not is_low_rank(like.shape[side - 1]):
             continue
         found = narrow(match, value.name, inputs=True)
         if found is None or (low and found.mask is None) or 1 not in match.t(found.name).stride():
@@ -193,7 +193,7 @@ def product_of_a_multiple(match: Match) -> Sequence[Operation] | None:
     """A thin product of 16 bits, as the gradients of an adapter are, as s · mm(A, B) for mm(s · A, B)."""
     like, factors = match.t(match.out), [*match.root.args]
     for side, value in enumerate(match.root.args):
-        thin = like.dtype in LOW_PRECISION and is_thin(like.shape[side - 1])
+        thin = like.dtype in LOW_PRECISION and is_low_rank(like.shape[side - 1])
         found = multiple(match, value.name) if thin else None
         if found is None:
             continue
@@ -225,8 +225,8 @@ def mask_alone(match: Match) -> Sequence[Operation] | None:
     ]
 
 
-def is_thin(rank: int, most: int = LARGEST_RANK) -> bool:
-    """Whether a product's inner size is that of an adapter. One that differs from call to call is none."""
+def is_low_rank(rank: int, most: int = LARGEST_RANK) -> bool:
+    """Whether a product's inner size is that of an adapter. One that differs from call to call is not."""
     return type(rank) is int and rank <= most
 
 

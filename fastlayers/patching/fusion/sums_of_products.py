@@ -25,7 +25,7 @@ from fastlayers.ops.low_rank import LARGEST_RANK
 from fastlayers.ops.reference import LOW_PRECISION
 from fastlayers.patching.fusion.fusable import CASTS, factor_of
 from fastlayers.patching.fusion.matcher import Edit, Match, Op, Patterns, Row, new, only_reader, step
-from fastlayers.patching.fusion.narrow import is_thin
+from fastlayers.patching.fusion.narrow import is_low_rank
 from fastlayers.patching.program.operators import called
 from fastlayers.patching.program.program import Operation, Value, storage
 
@@ -189,7 +189,7 @@ def is_product(match: Match, maker: Operation, factor: float, mask: Value | None
     if len({t.dtype for t in tensors}) > 1:
         return False
     most = LARGEST_RANK if tensors[0].dtype is torch.float32 else LARGEST_LOW_RANK
-    if called(maker) == "mm" and is_thin(tensors[0].shape[1], most):
+    if called(maker) == "mm" and is_low_rank(tensors[0].shape[1], most):
         terms.thin.append((given[0], given[1], factor, mask))
         return True
     if tensors[0].dtype is not match.t(match.out).dtype or factor != 1 or mask is not None:

@@ -79,7 +79,6 @@ SYMBOLIC: Mapping[str, Callable[..., Any]] = {
 #: Operations by another one that does the same: torch's decompositions in Python, which symbols need, spell it so.
 SPELLED: Mapping[Any, Any] = {
     torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default,
-    torch.ops.aten._native_batch_norm_legit.default: torch.ops.aten.native_batch_norm.default,
 }
 
 
@@ -135,11 +134,14 @@ def computed(
     return reduce(partial(apply, function), parts)
 
 
-def evaluated(expression: Any, sizes: Mapping[Any, int]) -> Any:
-    """The number that an expression of sympy is for some sizes."""
+def evaluated(
+    expression: Any, sizes: Mapping[Any, int], operations: Mapping[str, Callable[..., Any]] = OPERATIONS
+) -> Any:
+    """The number that an expression of sympy is for some sizes; ``operations`` as of :func:`computed`."""
     if expression in sizes:
         return sizes[expression]
-    return computed(expression, lambda part: evaluated(part, sizes), lambda function, *args: function(*args))
+    known = partial(evaluated, sizes=sizes, operations=operations)
+    return computed(expression, known, lambda function, *args: function(*args), operations)
 
 
 def number_at(symbol: Any, sizes: Mapping[Any, int]) -> Any:
@@ -177,13 +179,7 @@ def shaped(values: Mapping[str, Tensor], symbols: Mapping[Any, Symbolic]) -> dic
 
 def as_symbolic(symbols: Mapping[Any, Symbolic], number: Any) -> Any:
     """A number of torch that follows from sizes, as one of ours; one with a fraction stays."""
-
-    def value(expression: Any) -> Any:
-        if expression in symbols:
-            return symbols[expression]
-        return computed(expression, value, lambda function, *args: function(*args), SYMBOLIC)
-
-    return value(number.node.expr) if isinstance(number, torch.SymInt) else number
+    return evaluated(number.node.expr, symbols, SYMBOLIC) if isinstance(number, torch.SymInt) else number
 
 
 def with_symbols(operations: Iterable[Operation], symbols: Mapping[Any, Symbolic]) -> list[Operation]:

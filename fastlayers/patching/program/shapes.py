@@ -4,6 +4,7 @@ differ from call to call as :class:`fastlayers.kernels.symbolic.Symbolic`."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -13,7 +14,17 @@ from torch import Tensor
 
 from fastlayers.kernels.symbolic import hint
 
-__all__ = ["Look", "Shaped"]
+__all__ = ["Look", "Shaped", "in_order"]
+
+
+def in_order(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements lie in the order of their dimensions, of which those with one element say nothing."""
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return 0 in shape
+        expected *= size
+    return True
 
 
 @dataclass(frozen=True)
@@ -56,12 +67,7 @@ class Shaped:
         return self.strides if dim is None else self.strides[dim]
 
     def is_contiguous(self) -> bool:
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != expected:
-                return self._elements == 0
-            expected *= size
-        return True
+        return in_order(self.shape, self.strides)
 
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point

@@ -104,8 +104,8 @@ class Tape(Mode):
             always the strides of dimensions with one element.
 
     Attributes:
-        layouts: by the place of each operation the shape and the strides of each tensor that it returned; None for what
-            is none.
+        layouts: by the place of each operation the shape and the strides of each tensor that it returned; None for
+            other results.
     """
 
     def __init__(

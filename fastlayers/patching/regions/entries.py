@@ -25,6 +25,7 @@ from fastlayers.patching.program.executors import (
     executor_class,
 )
 from fastlayers.patching.program.program import Program
+from fastlayers.patching.program.shapes import in_order
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.regions.agreement import NOISE, largest_of
 from fastlayers.patching.regions.partial_backward import Geometry, without_gradients
@@ -164,13 +165,7 @@ class Sized(NamedTuple):
         return self.kind[0]
 
     def is_contiguous(self) -> bool:
-        """Whether its elements lie in the order of its dimensions, of which those with one element say nothing."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != expected:
-                return 0 in self.shape
-            expected *= size
-        return True
+        return in_order(self.shape, self.strides)
 
     def stride(self, dim: int | None = None) -> Any:
         return self.strides if dim is None else self.strides[dim]

@@ -130,7 +130,8 @@ class ManySizes:
         buffers = (i for i, t in enumerate(inputs) if i >= entry.count and not t.requires_grad)
         try:
             forward, written = self._present.forward, {*entry.changed, *buffers}
-            found = generalised(forward, alike[-1], entry, module, inputs, written, recorded, self._note_error)
+            pair = Pair(forward, alike[-1], entry, module, inputs, written, recorded)
+            found = generalised(pair, self._note_error)
         except Refusal as refusal:
             self.reason = refusal.kept()
         except Exception as error:
@@ -217,30 +218,36 @@ class Traced(NamedTuple):
     inputs: list[Tensor]
 
 
-def generalised(
-    forward: Callable[..., Any],
-    first: Entry,
-    second: Entry,
-    module: nn.Module,
-    real: Sequence[Tensor],
-    written: Container[int],
-    recorded: Recorded,
-    note_error: Callable[[str, Exception], str],
-) -> Entry:
-    """The entry of all calls that differ from two recorded ones in sizes.
+class Pair(NamedTuple):
+    """Two recorded calls that differ in sizes.
 
-    Args:
+    Attributes:
         forward: of the class whose calls were recorded.
+        first, second: their entries.
         module, real: the module, and what the second call was given and read.
         written: the places of what the forward may write.
-        recorded: what that call was found to do.
-        note_error: takes note of what fails and leaves a program that is right.
+        recorded: what the second call was found to do.
+    """
+
+    forward: Callable[..., Any]
+    first: Entry
+    second: Entry
+    module: nn.Module
+    real: Sequence[Tensor]
+    written: Container[int]
+    recorded: Recorded
+
+
+def generalised(pair: Pair, note_error: Callable[[str, Exception], str]) -> Entry:
+    """The entry of all calls that differ from two recorded ones in sizes; ``note_error`` takes note of what fails and
+    leaves a program that is right.
 
     Raises:
-        Refusal: there is none.
+        Refusal: there is no such program.
     """
+    _, first, second, module, real, _, recorded = pair
     with as_recorded(), what_torch_refuses(), without_a_log_of_errors():
-        traced = run_on_symbols(forward, first, second, module, real, written, recorded, note_error)
+        traced = run_on_symbols(pair, note_error)
     entry, sizes, strides = traced.entry, traced.sizes, traced.entry.facts.strides
     entry.fits = fits_of(traced.inputs, sizes, traced.conditions)
     if not all(entry.fits(*known.geometries) for known in (first, second)):
@@ -264,22 +271,13 @@ def generalised(
     return entry
 
 
-def run_on_symbols(
-    forward: Callable[..., Any],
-    first: Entry,
-    second: Entry,
-    module: nn.Module,
-    real: Sequence[Tensor],
-    written: Container[int],
-    recorded: Recorded,
-    note_error: Callable[[str, Exception], str],
-) -> Traced:
-    """Trace a call on tensors without memory, and compare that with both recordings. Arguments as of
-    :func:`generalised`."""
+def run_on_symbols(pair: Pair, note_error: Callable[[str, Exception], str]) -> Traced:
+    """Trace a call on tensors without memory, and compare that with both recordings."""
     from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental import symbolic_shapes
 
+    forward, first, second, module, real, written, recorded = pair
     environment = symbolic_shapes.ShapeEnv(duck_shape=False)
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # Nothing comes twice here, and to look takes a quarter of the time.
